@@ -1,23 +1,23 @@
-"""Writes the drawings of the guides: `python docs/drawings.py`. A test holds that they are what it writes."""
+"""Writes the drawing of ARCHITECTURE.md: `python docs/drawings.py`. A test holds the drawing equal to it."""
 
 from html import escape
 from pathlib import Path
 
-GUIDES = Path(__file__).parent / "guides"
+DOCS = Path(__file__).parent
 WALK = (
-    ("api", "what did they ask?", "Ask"),
-    ("chat", "what tokens?", "Job"),
-    ("route", "which worker?", "Job"),
-    ("plan", "what now?", "Step"),
-    ("run", "do it", "rows"),
-    ("model", "what is K2?", "ops"),
-    ("kernels", "how, on this chip?", ""),
+    ("api", "HTTP to request", "Ask"),
+    ("chat", "text to tokens", "Job"),
+    ("route", "choose a worker", "Job"),
+    ("plan", "schedule a step", "Step"),
+    ("run", "execute it", "rows"),
+    ("model", "Kimi K2", "ops"),
+    ("kernels", "CPU or GPU", ""),
 )
 WIDTH, GAP, HEIGHT = 128, 46, 62
 
 
 def walk() -> str:
-    """An SVG of the rooms that a request goes through, what passes between them, and the way back."""
+    """An SVG of the packages that a request passes, the types between them, and the way back."""
     shapes: list[str] = []
     for place, (room, question, passes) in enumerate(WALK):
         x = 10 + place * (WIDTH + GAP)
@@ -54,4 +54,4 @@ def walk() -> str:
 
 
 if __name__ == "__main__":
-    (GUIDES / "walk.svg").write_text(walk())
+    (DOCS / "walk.svg").write_text(walk())

@@ -16,7 +16,7 @@ are always the same, and then for `--seconds` under faults, one after another, d
 
 Requests sampled without a seed are left out: they follow a distribution, and no two answers are the same. Each round of
 requests has its own pages (`cache_salt`), since a prompt that begins from pages filled by an answer agrees only to
-rounding (docs/route.md).
+rounding (docs/routing.md).
 
 A fault occurs once all workers are ready again after the previous one; one in five occurs during the previous one.
 

@@ -37,13 +37,13 @@ from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
 from redline.api.metrics import Metrics
 from redline.api.openai import Streaming
-from redline.api.pour import DIRECT, Direct
+from redline.api.pour import DIRECT, ImmediateWriter
 from redline.api.server import uvicorn_config
 from redline.api.sse import DONE, ChatStream
 from redline.chat.events import Text
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
@@ -67,7 +67,7 @@ class FreeEngine:
         self._more: dict[JobId, bytes] = {}  # the same delta every time
         self._task: asyncio.Task[None] | None = None
         self.gateway: Gateway | None = None
-        self.link: Link | None = None
+        self.link: WorkerHandle | None = None
 
     def put(self, message: Wire) -> None:
         """Takes a job or an abort, in place of a worker's inbox.
@@ -139,7 +139,7 @@ def bare() -> ASGIApp:
 class _CountedDirect:
     """A connection that counts direct writes together with the app's own."""
 
-    def __init__(self, direct: Direct, counted: "Counted") -> None:
+    def __init__(self, direct: ImmediateWriter, counted: "Counted") -> None:
         self._direct = direct
         self._counted = counted
 

@@ -18,7 +18,7 @@ from redline import clock
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Transport
 from redline.transport.choice import open_transport
-from redline.transport.ledger import Lender
+from redline.transport.ledger import TransferBufferPool
 from redline.wire.parcel import Ticket
 
 OUTSTANDING = 64  # maximum parcels lent at once
@@ -100,7 +100,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
     """
     draw, content = random.Random(seed + 1), Content(seed)
     area = transport.area(area_bytes)
-    lender = Lender(area.memory.size)
+    lender = TransferBufferPool(area.memory.size)
     say(out, Told(area.told))
     heard = Lines(0, Taken | Gone)
     lent = expired = given_up = taken = late = 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Memory, Peer, Reading, TransferFailed, Transport
-from redline.transport.ledger import Lender, Parcel
+from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
 from redline.wire.parcel import Ticket
 
@@ -119,7 +119,7 @@ class _Under:
     """A read in flight."""
 
     offered: Offered
-    space: Parcel
+    space: KvChunk
     reading: Reading
     harm: Harm | None
 
@@ -146,7 +146,7 @@ class Receiver:
         self._peer: Peer = transport.connect(told)
         self._memory: Memory = host_memory(room)
         self._landing = transport.landing(self._memory)
-        self._spaces = Lender(room)
+        self._spaces = TransferBufferPool(room)
         self._content, self._tally, self._deadline_s, self._through = content, tally, deadline_s, through
         self._waiting: list[Offered] = []
         self._under: list[_Under] = []
@@ -199,7 +199,7 @@ class Receiver:
         self._peer.close()
         self._landing.close()
 
-    def _begin(self, offered: Offered, space: Parcel) -> None:
+    def _begin(self, offered: Offered, space: KvChunk) -> None:
         ticket, into = offered.ticket, self._memory.address + space.offset
         peer = self._peer
         reading, harm = self._through(lambda: peer.read(ticket.offset, into, ticket.size, self._deadline_s))

@@ -8,7 +8,7 @@
 `memory` is one process, tiny parcels and a simulated clock: reads that are slow, torn, dropped, failing or corrupted,
 leases that expire during a read, regions that are reused during it, receivers that leave, and receivers that are
 wrongly considered gone. `shared` and `nixl` are two processes, parcels up to 1 MiB, real time, and an owner that is
-stopped several times for 0.7 s, longer than the timeout of a read (not over NIXL and TCP: docs/transport.md).
+stopped several times for 0.7 s, longer than the timeout of a read (not over NIXL and TCP: docs/kv_transfer.md).
 
 What must hold: no parcel with a wrong byte is accepted, every injected fault is detected, no parcel with right bytes is
 refused, and every byte of every area is returned. Exits with 1 otherwise. The result is saved as JSON, with the speed
@@ -40,7 +40,7 @@ from redline.kernels.cpu.checksum import of_memory
 from redline.progress import Working
 from redline.transport.base import Reading, Transport
 from redline.transport.choice import TransportName, open_transport
-from redline.transport.ledger import Lender, Parcel
+from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
 
 RECEIVERS = 4
@@ -57,14 +57,14 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
     link = _Link(draw, content)
     transport = MemoryTransport(link.disturb, lambda: now)
     area = transport.area(64 << 10)
-    lender = Lender(area.memory.size, lambda: now)
+    lender = TransferBufferPool(area.memory.size, lambda: now)
 
     def receiver() -> Receiver:
         return Receiver(transport, area.told, 64 << 10, content, tally, 40 * TICK_S, link.through)
 
     live = {f"receiver {n}": receiver() for n in range(RECEIVERS)}
     shadows: list[Receiver] = []  # considered gone, but still reading
-    filling: list[tuple[Parcel, int]] = []
+    filling: list[tuple[KvChunk, int]] = []
     book = dict.fromkeys(("lent", "expired", "given up", "taken", "taken late", "no room", "dropped while filled"), 0)
 
     def taken(of: Receiver) -> None:
@@ -86,7 +86,7 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
             content.write(area.memory.address + parcel.offset, book["lent"], size)
             filling.append((parcel, book["lent"]))
             book["lent"] += 1
-        still: list[tuple[Parcel, int]] = []
+        still: list[tuple[KvChunk, int]] = []
         for parcel, number in filling:
             if draw.random() < 0.3:
                 still.append((parcel, number))

@@ -3,7 +3,7 @@ on a CPU.
 
     python -m lab.nixl_readers [--devices 0 1] [--owners 3] [--readers 4] [--device cuda] [--save FILE]
 
-Over TCP some owners end (docs/transport.md). Here an owner, a separate process, has 64 MiB that may be read over
+Over TCP some owners end (docs/kv_transfer.md). Here an owner, a separate process, has 64 MiB that may be read over
 `nixl`. Readers, also processes, read all of it, count its wrong bytes, and read on in pieces of 4 MiB until they are
 killed, one after another. Then one more reads all, and ends as a worker does. The test is repeated with further owners.
 It takes about 20 s for each on GPUs, and every wait is bounded.

@@ -37,14 +37,14 @@ from lab.program import count, output, program
 from redline import clock
 from redline.bench.record import provenance
 from redline.errors import RedlineError
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.transport.base import Peer
 from redline.transport.choice import TransportName
-from redline.wire.handoff import Offer
+from redline.wire.handoff import ChunkReady
 from redline.wire.job import PAGE_TOKENS, JobId
-from redline.worker.arrivals import READ_S, Arrivals, Budget
-from redline.worker.departures import Departures
+from redline.worker.arrivals import READ_S, Budget, KvReceiver
+from redline.worker.departures import KvSender
 from redline.worker.engine import pick_device
 from redline.worker.ways import Carrier, carriers
 
@@ -58,7 +58,7 @@ class Lent(msgspec.Struct, frozen=True):
 
     area: bytes
     gpu: str
-    offers: tuple[Offer, ...]
+    offers: tuple[ChunkReady, ...]
     seconds: float
 
 
@@ -86,10 +86,10 @@ def owner(asked: argparse.Namespace) -> None:
     kv = pages_of(asked.layers, asked.pages, device, seed=1)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     for line in sys.stdin:
-        parcels = Parcels(kv, int(line) * MIB)
+        parcels = KvChunkLayout(kv, int(line) * MIB)
         size = kv.planes.nbytes + 64 * MIB
-        departures: Departures[None] = Departures(parcels, carrier.transport, carrier.memory, size, clock.monotonic)
-        offers, seconds = tuple[Offer, ...](), 0.0
+        departures: KvSender[None] = KvSender(parcels, carrier.transport, carrier.memory, size, clock.monotonic)
+        offers, seconds = tuple[ChunkReady, ...](), 0.0
         for _ in range(ROUNDS):
             for parcel in departures.lender.lent:
                 departures.lender.taken(parcel.id, parcel.epoch)
@@ -103,9 +103,9 @@ def owner(asked: argparse.Namespace) -> None:
     carrier.transport.close()
 
 
-def gathered(departures: Departures[None], parcels: Parcels, pages: int) -> tuple[Offer, ...]:
+def gathered(departures: KvSender[None], parcels: KvChunkLayout, pages: int) -> tuple[ChunkReady, ...]:
     """Gathers all pages into parcels."""
-    offers: list[Offer] = []
+    offers: list[ChunkReady] = []
     pieces = list(parcels.pieces(0, pages * PAGE_TOKENS, pages * PAGE_TOKENS))
     for piece in pieces:
         if not departures.fill(None, piece, range(pages), ""):
@@ -113,7 +113,7 @@ def gathered(departures: Departures[None], parcels: Parcels, pages: int) -> tupl
     while len(offers) < len(pieces):
         for _, piece, ticket in departures.filled():
             assert ticket is not None, "the reader must not have left"
-            offers.append(Offer(job=JobId("pages"), number=len(offers), piece=piece, ticket=ticket))
+            offers.append(ChunkReady(job=JobId("pages"), number=len(offers), piece=piece, ticket=ticket))
     return tuple(offers)
 
 
@@ -137,7 +137,7 @@ class Reader:
                 readings.popleft()
         return clock.perf_counter() - began
 
-    def place(self, peer: Peer, arrivals: Arrivals[None], offers: Sequence[Offer]) -> float:
+    def place(self, peer: Peer, arrivals: KvReceiver[None], offers: Sequence[ChunkReady]) -> float:
         """Seconds until all parcels are verified and in their pages, which differ from the owner's pages."""
         waiting, pages = deque(offers), range(self.pages - 1, -1, -1)
         settle(self.device)
@@ -153,9 +153,9 @@ class Reader:
     def row(self, mib: int, lent: Lent) -> dict[str, Any]:
         """The figures of one size."""
         transport, memory = self.carrier.transport, self.carrier.memory
-        parcels, peer = Parcels(self.kv, mib * MIB), transport.connect(lent.area)
+        parcels, peer = KvChunkLayout(self.kv, mib * MIB), transport.connect(lent.area)
         budget = Budget(1.0, clock.monotonic)
-        arrivals: Arrivals[None] = Arrivals(parcels, transport, memory, budget, clock.monotonic)
+        arrivals: KvReceiver[None] = KvReceiver(parcels, transport, memory, budget, clock.monotonic)
         spans = [(offer.ticket.offset, offer.ticket.size) for offer in lent.offers]
         size = sum(each for _, each in spans)
         whole = several(lambda: self.read(peer, [(0, size)]), size)

@@ -40,7 +40,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Shots, Site
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks, Shots, Site
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 
@@ -143,7 +143,7 @@ class Products:
         """A random bf16 weight that preserves the variance of its inputs."""
         return (torch.randn(*shape, generator=g, device=g.device) * shape[-1] ** -0.5).bfloat16()
 
-    def layers(self, rows: int, *, begins: bool = False) -> Callable[[Links | None], list[Tensor]]:
+    def layers(self, rows: int, *, begins: bool = False) -> Callable[[RankLinks | None], list[Tensor]]:
         """LAYERS pairs of products over random rows: the residual after each. begins: including `project_a`."""
         g, device = self.generator, self.device
         same = torch.Generator(device).manual_seed(rows)  # values that are equal on all ranks
@@ -159,7 +159,7 @@ class Products:
         gamma_q = torch.rand(self.rank_q, generator=same, device=device) + 0.5
         x, squares = self.normal(same, rows, self.hidden), torch.ones(1, 8, device=device)
 
-        def run(links: Links | None) -> list[Tensor]:
+        def run(links: RankLinks | None) -> list[Tensor]:
             given, kept = residual, []
             for layer in range(LAYERS):
                 place = layer % PLACES
@@ -173,7 +173,7 @@ class Products:
 
         return run
 
-    def projected(self, rows: int) -> Callable[[Links | None], tuple[Tensor, Tensor, Tensor]]:
+    def projected(self, rows: int) -> Callable[[RankLinks | None], tuple[Tensor, Tensor, Tensor]]:
         """`project_a` of random rows, equal on all ranks."""
         g = torch.Generator(self.device).manual_seed(rows)
         x, squares = self.normal(g, rows, self.hidden), torch.rand(3, 8, generator=g, device=self.device)
@@ -204,7 +204,7 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     partials = torch.randn(rows, hidden, device=device)
     residual, gamma = torch.randn(rows, hidden, device=device), torch.rand(hidden, device=device)
 
-    def sums(given: Links | None) -> None:
+    def sums(given: RankLinks | None) -> None:
         sites: tuple[Site, Site] = (ATTENTION, EXPERTS)
         for i in range(2 * LAYERS):
             sum_ranks(partials, residual, gamma, None, given, sites[i % 2])
@@ -240,7 +240,7 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     return result
 
 
-def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: Links) -> None:
+def check(run: Callable[[RankLinks | None], list[Tensor]], group: GpuGroup, links: RankLinks) -> None:
     """Checks that every residual is the previous one plus NCCL's sum of each rank's contribution, with equal bits on
     all ranks.
     """
@@ -263,7 +263,7 @@ def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: L
             assert all(torch.equal(residual, other) for other in others), "the ranks' bits differ"
 
 
-def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
+def check_shared(run: Callable[[RankLinks | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
     """Checks that the product divided over ranks equals the whole product, to rounding, with equal
     bits on all ranks.
     """

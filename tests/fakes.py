@@ -22,7 +22,7 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
 from redline.wire.news import Stop
-from redline.wire.step import Begin, Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 from tests.clocks import FakeClock
 
 VOCABULARY = 97
@@ -144,7 +144,7 @@ class FakeRunner:
         more: Sequence[Shape] = (),
     ) -> None:
         """shapes: captured at start. more: captured one by one while nothing runs."""
-        self.recorded = Recorded(shapes=tuple(shapes))
+        self.recorded = CapturedShapes(shapes=tuple(shapes))
         self.more = list(more)
         self.replays = 0  # steps that have named a shape
         self.pages = [_Page() for _ in range(pages)]
@@ -181,7 +181,7 @@ class FakeRunner:
     def record_more(self) -> bool:
         if not self.more:
             return False
-        self.recorded = Recorded(shapes=(*self.recorded.shapes, self.more.pop(0)))
+        self.recorded = CapturedShapes(shapes=(*self.recorded.shapes, self.more.pop(0)))
         return True
 
     def _verify_shape(self, step: Step) -> None:

@@ -13,11 +13,11 @@ from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
-from redline.wire.handoff import Gone, Prefill, Taken, Want
+from redline.wire.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
 from redline.wire.job import Job, PagesFrom
 from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
-from redline.worker.exchange import Exchange
+from redline.worker.exchange import KvTransferManager
 from redline.worker.loop import StepInFlight, turn
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.ports import Runner
@@ -92,7 +92,7 @@ class Side:
         self.runner: Runner = Layered(engine) if layered else engine.runner
         self.box = boxes.setdefault(name, Box())
         self.name = name
-        self.exchange: Exchange = engine.exchange(
+        self.exchange: KvTransferManager = engine.exchange(
             carriers,
             outbox_of=lambda address: boxes.setdefault(address, Box()),
             **how,
@@ -150,7 +150,7 @@ class Side:
         """Send computed layers, as in `worker.loop.lead`."""
         self.exchange.depart(layers)
         for message in self.box.take():
-            if isinstance(message, Want | Taken):
+            if isinstance(message, PullRequest | ChunkAck):
                 self.exchange.hear(message)
             else:
                 self._held.append(message)
@@ -197,7 +197,7 @@ class Pair:
     def stop_computing(self) -> None:
         """End the prefill worker, and notify the decode worker."""
         self.computes.stopped = True
-        self.answers.box.put(Gone(worker="prefill", epoch=1))
+        self.answers.box.put(WorkerDown(worker="prefill", epoch=1))
 
     def run(self, *waves: Sequence[Job], every: int = 3, most: int = 5000) -> dict[str, Answer]:
         """Run all jobs to their ends; a wave of them arrives every `every` iterations."""

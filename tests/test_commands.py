@@ -1,4 +1,6 @@
-"""Every command of README.md and of the guides runs as written against `make serve`; slow commands are only parsed."""
+"""Every command of README.md, the guides, docs/bench.md and docs/quantise.md runs as written against `make serve`; slow
+commands are only parsed.
+"""
 
 import os
 import re
@@ -15,7 +17,7 @@ from tests.fleet.test_serve import REDLINE, ROOT, Server
 from tests.test_guides import GUIDES, wrong
 from tests.waiting import LIMIT_S
 
-TEXTS = [ROOT / "README.md", *GUIDES]
+TEXTS = [ROOT / "README.md", *GUIDES, ROOT / "docs" / "bench.md", ROOT / "docs" / "quantise.md"]
 PROGRAMS = "redline", "make", "curl", "hf", "echo", "export", ".venv/bin/python", ".venv/bin/pip"
 
 # Commands that are parsed but not run, by their beginning, with the reason.
@@ -34,6 +36,10 @@ NOT_RUN = {
     "redline bench sweep": "four minutes",
     "redline bench accept": "two minutes",
     "redline bench serve --base-url": "a minute; README's command is run",
+    "redline bench serve --preset": "needs another server",
+    "redline bench compare": "minutes, and needs two servers",
+    "redline bench agentic": "minutes, with a trace that it generates; tests/bench/serving",
+    "redline bench leaderboard": "a minute; tests/bench/serving",
     "redline verify": "half a minute; tests/bench/verify",
     "redline quantize": "half a minute; tests/quant",
     "redline audit": "a minute; tests/quant",

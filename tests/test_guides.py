@@ -57,7 +57,7 @@ def wrong(line: str) -> str | None:
 
 
 def test_the_guides_are_there_and_short():
-    assert len(GUIDES) >= 13
+    assert len(GUIDES) >= 6
     assert not [name(page) for page in GUIDES if len(page.read_text().splitlines()) > 120]
 
 
@@ -107,6 +107,6 @@ def test_every_flag_of_ours_that_the_way_from_vllm_names_exists():
     assert ours <= {flag for option in command.commands["serve"].params for flag in option.opts}
 
 
-def test_the_drawings_are_what_their_program_writes():
+def test_the_drawing_is_up_to_date():
     drawings = runpy.run_path(str(ROOT / "docs" / "drawings.py"))
-    assert (ROOT / "docs" / "guides" / "walk.svg").read_text() == drawings["walk"]()
+    assert (ROOT / "docs" / "walk.svg").read_text() == drawings["walk"]()

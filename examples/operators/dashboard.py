@@ -2,7 +2,7 @@
 
     python examples/operators/dashboard.py
 
-Every series is one that `/metrics` gives (docs/api_metrics.md). Figures of several servers are added up; those of
+Every series is one that `/metrics` gives (docs/metrics.md). Figures of several servers are added up; those of
 single workers are drawn each. A panel says in a sentence what it shows.
 """
 

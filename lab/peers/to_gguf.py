@@ -242,9 +242,7 @@ def pack(weight: Tensor | Int4, kind: str) -> bytes:
 
 
 def q4_0(weight: Int4) -> Tensor:
-    """uint8 [..., K / 32, 18]: the scale in fp16, then 16 bytes of codes: low bits of column i, high bits of column 16
-    + i.
-    """
+    """uint8 [..., K / 32, 18]: the scale in fp16, then 16 bytes of codes, columns i (low bits) and 16 + i (high)."""
     codes = weight.codes()
     return _q4_0_blocks(codes.view(*codes.shape[:-1], -1, BLOCK), weight.scale)
 

@@ -10,15 +10,15 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from redline.api.app import Border, json_response
+from redline.api.app import ErrorMiddleware, json_response
 from redline.api.config import ApiConfig
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.profile import Profiler
 from redline.api.stories import MOST_JOBS
-from redline.route.links import Link, Links
+from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.wire.base import Record
 from redline.wire.news import Role
 
@@ -73,7 +73,7 @@ class Desk(Protocol):
 
 def create_admin_app(
     gateway: Gateway,
-    edge: Edge,
+    edge: AuthState,
     config: ApiConfig,
     drain: Callable[[], None],
     replace: Callable[[str], tuple[str | None, str]] = _nobody,
@@ -102,7 +102,7 @@ def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
         Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
         Route("/admin/workers/{name}/role", admin.role, methods=["POST"]),
     ]
-    return Border(Router(routes, redirect_slashes=False), Edge(config), config, metrics)
+    return ErrorMiddleware(Router(routes, redirect_slashes=False), AuthState(config), config, metrics)
 
 
 class _Admin:
@@ -178,7 +178,7 @@ class _OneProcess:
     def __init__(
         self,
         gateway: Gateway,
-        edge: Edge,
+        edge: AuthState,
         drain: Callable[[], None],
         replace: Callable[[str], tuple[str | None, str]],
         turn: Callable[[str, Role], str | None],
@@ -231,7 +231,7 @@ def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
     return [story.told() for story in gateway.stories.of(id)]
 
 
-def worker_of(links: Links, link: Link) -> dict[str, Any]:
+def worker_of(links: WorkerRegistry, link: WorkerHandle) -> dict[str, Any]:
     """A worker's status in `links`, as JSON."""
     turning_s = links.turning_s(link)
     return {
@@ -250,7 +250,7 @@ def worker_of(links: Links, link: Link) -> dict[str, Any]:
     }
 
 
-def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
+def status_of(gateway: Gateway, edge: AuthState) -> dict[str, Any]:
     """The queue, the workers and the keys as seen by this process, as JSON."""
     keyring, links = edge.keyring, gateway.links
     jobs, tokens = gateway.waiting

@@ -1,7 +1,7 @@
 """The HTTP application: the routes, the code around every request, and whole and streamed responses.
 
-`Border` handles what every request needs: keys, header size, request id, and exceptions, which end only their own
-request. The generating routes are plain ASGI, which is the cheapest way to send a token.
+`ErrorMiddleware` handles what every request needs: keys, header size, request id, and exceptions, which end only
+their own request. The generating routes are plain ASGI, which is the cheapest way to send a token.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
 from redline.api.dialect import A, Dialect, EventStream, Reply
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.errors import Answer, Refusal
 from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
@@ -49,7 +49,7 @@ from redline.api.openapi import openapi
 from redline.api.openapi_page import PAGE_HEADERS, page
 from redline.api.operations import operations
 from redline.api.paging import page_limit
-from redline.api.passage import Passage
+from redline.api.passage import RequestSpan
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.render import PATH as RENDER_PATH
@@ -85,14 +85,17 @@ NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
 def create_app(
-    gateway: Gateway, config: ApiConfig, edge: Edge | None = None, scrape: Callable[[], Awaitable[bytes]] | None = None
+    gateway: Gateway,
+    config: ApiConfig,
+    edge: AuthState | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> ASGIApp:
-    """The API of a gateway. edge: `Edge(config)` if it is shared with others. scrape: returns the text of /metrics;
-    None: the gateway's metrics.
+    """The API of a gateway. edge: `AuthState(config)` if it is shared with others. scrape: returns the text of
+    /metrics; None: the gateway's metrics.
 
     Raises ConfigError if the keys file cannot be read or is empty, or if an origin is invalid.
     """
-    edge = edge or Edge(config)
+    edge = edge or AuthState(config)
     api = _Api(gateway, config, edge, scrape)
     gateway.metrics.health(lambda: api.unready is None)
     bodies = _Bodies(config.limits.bodies_bytes)
@@ -142,7 +145,7 @@ def create_app(
     api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
     router = Router(routes, redirect_slashes=False)
-    border = Border(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
+    border = ErrorMiddleware(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
 
@@ -160,13 +163,13 @@ def _method(route: Route) -> str:
     return next((method for method in ("GET", "DELETE") if method in (route.methods or ())), "POST")
 
 
-class Border:
+class ErrorMiddleware:
     """Wraps every request: keys, header size, request id, errors, and the access log line."""
 
     def __init__(
         self,
         app: ASGIApp,
-        edge: Edge,
+        edge: AuthState,
         config: ApiConfig,
         counted: Metrics,
         tellers: Mapping[str, Teller] = NO_TELLERS,
@@ -197,7 +200,7 @@ class Border:
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
         traced = header(headers, b"traceparent"), header(headers, b"tracestate")
-        passage = Passage(
+        passage = RequestSpan(
             request_id.decode(),
             scope["method"],
             scope["path"],
@@ -447,7 +450,7 @@ class _Post:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as until_begun, _Departure(receive) as departure:
-            passage: Passage = scope["passage"]
+            passage: RequestSpan = scope["passage"]
             body = await self._read(until_begun.enter_context(_Body(self._bodies)), scope, receive)
             passage.did("read", passage.began)
             if body is None:
@@ -472,7 +475,7 @@ class _Api:
     """The handlers of the routes."""
 
     def __init__(
-        self, gateway: Gateway, config: ApiConfig, edge: Edge, scrape: Callable[[], Awaitable[bytes]] | None
+        self, gateway: Gateway, config: ApiConfig, edge: AuthState, scrape: Callable[[], Awaitable[bytes]] | None
     ) -> None:
         self._gateway = gateway
         self._edge = edge
@@ -576,7 +579,7 @@ class _Api:
 
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
         """Parse a body by a dialect, and start generation."""
-        passage: Passage = scope["passage"]
+        passage: RequestSpan = scope["passage"]
         began = clock.perf_counter()
         asked = await self._read(body, dialect.read)
         passage.did("parse", began)

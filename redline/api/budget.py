@@ -10,7 +10,7 @@ from typing import Protocol
 
 from redline import clock
 from redline.api.config import Limits
-from redline.api.departures import Departures
+from redline.api.departures import Disconnects
 from redline.api.turns import Turns
 from redline.limits import open_files
 
@@ -38,7 +38,7 @@ class Connections:
     def __init__(self, limits: Limits) -> None:
         self.most = max(1, min(limits.connections, open_files(limits.connections + RESERVED_FILES) - RESERVED_FILES))
         self.turns = Turns()
-        self.departures = Departures()
+        self.departures = Disconnects()
         self.owing: dict[Counted, None] = {}
         self._open: set[Counted] = set()
         self._told = -TELL_FULL_S

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from redline import clock
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.gateway import Gateway
 from redline.errors import RequestError
 
@@ -64,7 +64,7 @@ class _File:
 class EngineView:
     """The engine data for the page, as an event stream with one event per second."""
 
-    def __init__(self, gateway: Gateway, edge: Edge) -> None:
+    def __init__(self, gateway: Gateway, edge: AuthState) -> None:
         self._gateway, self._edge = gateway, edge
 
     async def stream(self, request: Request) -> Response:

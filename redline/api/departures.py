@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-class Departures:
+class Disconnects:
     """Watches connections by file descriptor. Everything runs in one event loop."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ LAG_S = 0.25  # seconds between two measurements of the event loop
 log = logging.getLogger("redline.api")
 
 
-class Edge:
+class AuthState:
     """Created by the process that starts the server; shared by the API and the admin routes.
 
     draining: the reason why no new requests are accepted; None: they are.

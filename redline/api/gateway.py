@@ -29,12 +29,12 @@ from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits, Sla
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
-from redline.api.others import Others
-from redline.api.passage import Passage
-from redline.api.pour import Direct, Pours
+from redline.api.others import PeerReplicas
+from redline.api.passage import RequestSpan
+from redline.api.pour import ImmediateWriter, StreamFlusher
 from redline.api.quota import CALLER, Caller, ServedRate
 from redline.api.sla import Attainment, Took, targets_of
-from redline.api.stories import Stories, Story
+from redline.api.stories import RequestTrace, RequestTraces
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -54,17 +54,17 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.lately import Came, Lately
-from redline.route.links import Link, Links, Route
-from redline.route.resume import Beside, goes_on
+from redline.route.lately import RequestHistory, RequestRecord
+from redline.route.links import Route, WorkerHandle, WorkerRegistry
+from redline.route.resume import ConcurrentAnswer, goes_on
 from redline.route.roles import STAY_S, is_done
 from redline.tune.targets import Targets
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish, Note, Preempted, Resumed
-from redline.wire.handoff import Gone, Prefill
+from redline.wire.handoff import Prefill, WorkerDown
 from redline.wire.job import PAGE_TOKENS, Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role, RoleTaken, TakeRole
+from redline.wire.news import Cached, Failed, Heartbeat, Load, Missed, Ping, Ready, Role, RoleTaken, TakeRole
 from redline.wire.profile import Profiled
 from redline.wire.replicas import Use
 from redline.wire.step import Proposer, TokenLogprobs
@@ -93,11 +93,11 @@ class JobFailed(RedlineError):
 class Profiling(Protocol):
     """Receives worker messages while a profile is being recorded (`api.profile`)."""
 
-    def took(self, link: Link, messages: Sequence[Wire], began: float) -> None:
+    def took(self, link: WorkerHandle, messages: Sequence[Wire], began: float) -> None:
         """Called after a batch of worker messages was processed and written. began: start, by time.perf_counter."""
         ...
 
-    def told(self, link: Link, message: Profiled) -> None:
+    def told(self, link: WorkerHandle, message: Profiled) -> None:
         """Called with each Profiled message of a worker."""
         ...
 
@@ -138,21 +138,21 @@ class Gateway:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._at_end: list[Callable[[], object]] = []
-        self.links = Links(clock)
+        self.links = WorkerRegistry(clock)
         self.replica = replica
-        self.others = Others()
+        self.others = PeerReplicas()
         self._clock = clock
         self._style = style
         self._limits = limits
         self._resume_s = resume_s
         self._looked_at: float | None = None
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # jobs that wait for a worker to continue on
-        self.pours = Pours()
+        self.pours = StreamFlusher()
         self.profiling: Profiling | None = None  # set while a profile is being recorded
-        self.stories = Stories()
+        self.stories = RequestTraces()
         self.attainment = Attainment(targets, metrics, clock)
         self._targets = targets_of(targets)
-        self.lately = Lately(clock)
+        self.lately = RequestHistory(clock)
         self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # called with each Load message
         self._known = KnownTexts(limits.known_bytes)
         self._said = SaidCalls(limits.said_bytes)
@@ -207,19 +207,19 @@ class Gateway:
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> Link:
+    ) -> WorkerHandle:
         """Register a started worker; pass its messages to `take`. Jobs are sent to it through `outbox`.
 
         inbox: the address that the worker reads, for other workers. at: the machine that it runs on, if it is a remote
         one. Raises AssertionError if the worker's last start is not marked as down.
         """
-        link = Link(name, outbox, role, epoch, inbox, at)
+        link = WorkerHandle(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
         self.metrics.role(name, role)
         return link
 
-    def drain(self, link: Link) -> None:
+    def drain(self, link: WorkerHandle) -> None:
         """Send nothing new to a worker that is about to be replaced."""
         link.draining = True
 
@@ -229,7 +229,7 @@ class Gateway:
         for link in self.links:
             self.others.tell(link)
 
-    async def follow(self, link: Link, inbox: AsyncInbox) -> None:
+    async def follow(self, link: WorkerHandle, inbox: AsyncInbox) -> None:
         """Read a worker's messages until cancelled. The worker counts as down once reading ends, for any reason."""
         try:
             while link.lost is None:
@@ -237,7 +237,7 @@ class Gateway:
         finally:
             self.lose(link, "the worker's messages are no longer read")
 
-    def take(self, link: Link, messages: Sequence[Wire]) -> None:
+    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
         """Process messages of a worker that arrived together, with one write per stream. Raises like `deliver`."""
         began = 0.0 if self.profiling is None else clock.perf_counter()
         for message in messages:
@@ -246,13 +246,13 @@ class Gateway:
         if self.profiling is not None:
             self.profiling.took(link, messages, began)
 
-    def deliver(self, link: Link, message: Wire) -> None:
+    def deliver(self, link: WorkerHandle, message: Wire) -> None:
         """Process one message of a worker; more may arrive in this iteration of the event loop. Raises AssertionError
         for a message type that no worker sends."""
         self._take(link, message)
         self.pours.soon()
 
-    def _take(self, link: Link, message: Wire) -> None:
+    def _take(self, link: WorkerHandle, message: Wire) -> None:
         if link.lost is not None:  # jobs requeued, cached pages dropped; a drained one sends its last
             return
         match message:
@@ -267,9 +267,9 @@ class Gateway:
                 self.links.loaded(link, message)
                 self.metrics.load(message, link.name, link.epoch)
                 self.loads(link.name, message)
-            case Beat():
+            case Heartbeat():
                 link.heard(message, self._clock())
-            case Knock():
+            case Ping():
                 pass  # a lost message before it would have been reported as Missed
             case Missed():
                 self._missed(link, message.messages)
@@ -292,7 +292,7 @@ class Gateway:
             case _:
                 raise AssertionError(f"a worker does not send {type(message).__name__}")
 
-    def _note(self, lane: "_Lane", link: Link, notes: Sequence[Note]) -> None:
+    def _note(self, lane: "_Lane", link: WorkerHandle, notes: Sequence[Note]) -> None:
         computes = None if lane.heard or lane.route is None else lane.route.prefill
         for note in notes:
             if not isinstance(note, Preempted):
@@ -311,10 +311,10 @@ class Gateway:
                 *(note.pages, note.again_tokens, sum(expected), expected.wait_s),
             )
 
-    def _beside(self, lane: "_Lane", link: Link) -> list[Beside]:
+    def _beside(self, lane: "_Lane", link: WorkerHandle) -> list[ConcurrentAnswer]:
         """The other decoding jobs of a worker; preempted ones have no pages to give back."""
         return [
-            Beside(
+            ConcurrentAnswer(
                 -(-(len(other.job.tokens) + other.tokens) // PAGE_TOKENS),
                 *(other.tokens, other.job.sampling.max_tokens, other.generation.caller.sla),
             )
@@ -380,7 +380,7 @@ class Gateway:
         if pace_s is not None:
             self.metrics.time_per_output_token.observe(pace_s)
 
-    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
+    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
         """Mark a worker as down; idempotent. Its jobs are requeued to other workers, or fail with WorkerLost if none
         can take them.
 
@@ -395,7 +395,7 @@ class Gateway:
         for lane in self._lanes_of(link):
             self._move(lane, reason, blamed=not asked)
 
-    def _missed(self, link: Link, messages: int) -> None:
+    def _missed(self, link: WorkerHandle, messages: int) -> None:
         """A connection was cut and messages on it were lost: a job, an abort or tokens. It is unknown which jobs they
         belonged to, so all jobs of the worker are requeued under new ids, and none of its KV transfers continues."""
         reason = f"{messages} messages of the worker's connections were lost"
@@ -414,7 +414,7 @@ class Gateway:
             link.outbox.put(Abort(job=lane.job.id))
             self._move(lane, reason, blamed=False)
 
-    def turn(self, link: Link, role: Role) -> None:
+    def turn(self, link: WorkerHandle, role: Role) -> None:
         """Switch the role of a worker (`roles.refusal` checks whether it can); new jobs are routed by the new role at
         once.
 
@@ -430,27 +430,27 @@ class Gateway:
             self._take_from(link, [lane for lane in self._lanes_of(link) if not lane.heard])
 
     @property
-    def under_way(self) -> list[Came]:
+    def under_way(self) -> list[RequestRecord]:
         """Jobs that have not ended, as `lately` records them."""
         return [lane.came for lane in self._lanes.values()]
 
-    def answers_of(self, link: Link) -> int:
+    def answers_of(self, link: WorkerHandle) -> int:
         """Number of unfinished jobs that decode on a worker."""
         return len(self._lanes_of(link))
 
-    def _turning(self, link: Link, turning_s: float) -> None:
+    def _turning(self, link: WorkerHandle, turning_s: float) -> None:
         if link.role == "prefill" and turning_s >= STAY_S:
             self._take_from(link, self._lanes_of(link))
         if is_done(link, self.answers_of(link)):
             link.turning = None
             log.info("%s: switch to role %s is complete after %.1f s", link.name, link.role, turning_s)
 
-    def _take_from(self, link: Link, lanes: Sequence["_Lane"]) -> None:
+    def _take_from(self, link: WorkerHandle, lanes: Sequence["_Lane"]) -> None:
         for lane in lanes if self._resume_s else ():
             link.outbox.put(Abort(job=lane.job.id))
             self._move(lane, f"the role of {link.name} is now {link.role}", blamed=False)
 
-    def _lanes_of(self, link: Link) -> list["_Lane"]:
+    def _lanes_of(self, link: WorkerHandle) -> list["_Lane"]:
         return [lane for lane in self._lanes.values() if lane.link is link]
 
     def look(self) -> None:
@@ -476,11 +476,11 @@ class Gateway:
                 link.outbox.put(Abort(job=lane.job.id))  # in case the worker continues
                 self._move(lane, f"{link.name} has sent no heartbeat for {self.links.silent_s(link):.1f} s")
 
-    def _tell_gone(self, *gone: Link) -> None:
+    def _tell_gone(self, *gone: WorkerHandle) -> None:
         for link in gone:
             for other in self.links:
                 if other.ready is not None and other is not link and other.ready.format:
-                    other.outbox.put(Gone(worker=link.name, epoch=link.epoch))
+                    other.outbox.put(WorkerDown(worker=link.name, epoch=link.epoch))
 
     def lose_all(self, reason: str) -> None:
         """Fail every response with WorkerLost, and every later `begin`: no other worker will start."""
@@ -865,7 +865,7 @@ class Gateway:
         chars: int,
         left: threading.Event,
         salt: str,
-        passage: Passage | None,
+        passage: RequestSpan | None,
     ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
@@ -1039,7 +1039,7 @@ class _Lane:
     )
 
     def __init__(
-        self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float, came: Came
+        self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float, came: RequestRecord
     ) -> None:
         self.generation = generation
         self.choice = choice
@@ -1051,12 +1051,12 @@ class _Lane:
         self.queued_s = 0.0  # seconds queued at the worker
         self.first_at = began
         self.last_at = began
-        self.link: Link | None = None  # None: no worker at the moment
+        self.link: WorkerHandle | None = None  # None: no worker at the moment
         self.route: Route | None = None  # the job's route while its prompt is being computed
         self.moves = 0  # requeues so far
         self.blamed = 0  # requeues that the job may have caused
         self.moved_because = ""
-        self.story = Story(choice, len(job.tokens), began)
+        self.story = RequestTrace(choice, len(job.tokens), began)
         self.came = came
         self.answer: list[int] = []  # output tokens received so far
         self.scored = 0  # prompt tokens whose logprobs were received
@@ -1093,7 +1093,7 @@ class Generation:
         self._ending: asyncio.TimerHandle | None = None
         self._silence_due: asyncio.TimerHandle | None = None
         self._silence = 0  # runs of `_silence_due` since the last write
-        self.direct: Direct | None = None
+        self.direct: ImmediateWriter | None = None
         self._gateway = gateway
         self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0

@@ -210,7 +210,7 @@ class _RefusedInPrompt(msgspec.Struct, kw_only=True):
 class _Refused(_RefusedInPrompt, kw_only=True):
     """Fields that would change the answer and that are not supported. Empty values and those in `_NEUTRAL` pass.
 
-    docs/api_fields.md gives the reason for each.
+    docs/api.md lists them, with what to use instead.
     """
 
     functions: msgspec.Raw = ABSENT

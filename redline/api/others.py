@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator
 
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.replicas import Use
 
 
-class Others:
+class PeerReplicas:
     """The latest report of each replica; empty if there is one API process."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Others:
         """Requests that are running or waiting."""
         return sum(use.load for use in self)
 
-    def tell(self, link: Link) -> None:
+    def tell(self, link: WorkerHandle) -> None:
         """Set the load that other replicas have on a link's worker."""
         at = [each for use in self for each in use.workers if (each.worker, each.epoch) == (link.name, link.epoch)]
         link.jobs_of_others, link.tokens_of_others = sum(each.jobs for each in at), sum(each.tokens for each in at)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from redline import clock
-from redline.api.stories import Story
+from redline.api.stories import RequestTrace
 from redline.wire.job import Sampling
 
 
@@ -20,7 +20,7 @@ class Part(NamedTuple):
     ended: float
 
 
-class Passage:
+class RequestSpan:
     """One request. `jobs`, `model` and `sampling` are set once generation has begun, and `ended` is None until the
     request has ended. Times are seconds of time.perf_counter."""
 
@@ -34,7 +34,7 @@ class Passage:
         self.trace = trace
         self.began = clock.perf_counter()
         self.parts: list[Part] = []
-        self.jobs: Sequence[Story] = ()
+        self.jobs: Sequence[RequestTrace] = ()
         self.model = ""
         self.sampling: Sampling | None = None
         self.status = 0  # 0: no status was sent
@@ -48,7 +48,7 @@ class Passage:
 class Watcher(Protocol):
     """Is notified of ended requests."""
 
-    def ended(self, passage: Passage) -> None:
+    def ended(self, passage: RequestSpan) -> None:
         """A request has ended. Must neither block nor raise: the client's connection waits."""
         ...
 
@@ -57,14 +57,14 @@ class Passages:
     """Requests in progress in this process, and the watchers of their ends. Everything runs in one event loop."""
 
     def __init__(self) -> None:
-        self.open: set[Passage] = set()
+        self.open: set[RequestSpan] = set()
         self.watchers: list[Watcher] = []
 
-    def begin(self, passage: Passage) -> None:
+    def begin(self, passage: RequestSpan) -> None:
         """A request has arrived."""
         self.open.add(passage)
 
-    def end(self, passage: Passage, status: int) -> None:
+    def end(self, passage: RequestSpan, status: int) -> None:
         """A request has ended. status: 0 if no status was sent."""
         passage.status, passage.ended = status, clock.perf_counter()
         self.open.discard(passage)

@@ -9,7 +9,7 @@ import asyncio
 from typing import Protocol
 
 
-class Poured(Protocol):
+class Flushable(Protocol):
     """A stream with data to write."""
 
     def flush(self) -> None:
@@ -17,14 +17,14 @@ class Poured(Protocol):
         ...
 
 
-class Pours:
+class StreamFlusher:
     """The streams that have new data. Everything runs in one event loop."""
 
     def __init__(self) -> None:
-        self._full: list[Poured] = []
+        self._full: list[Flushable] = []
         self._told = False  # a flush is scheduled
 
-    def add(self, stream: Poured) -> None:
+    def add(self, stream: Flushable) -> None:
         """Have the stream flushed once, however much more arrives for it before that."""
         self._full.append(stream)
 
@@ -45,7 +45,7 @@ class Pours:
         self.flush()
 
 
-class Direct(Protocol):
+class ImmediateWriter(Protocol):
     """A connection with a streamed response under way: `scope["extensions"][DIRECT]`."""
 
     @property

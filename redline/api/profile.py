@@ -14,9 +14,9 @@ import msgspec
 from redline import clock
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
-from redline.api.passage import Passage, Passages
+from redline.api.passage import Passages, RequestSpan
 from redline.api.stages import Stage, Stages, one_behind_another, stages_of
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.profile import Profile, Profiled, Span, spans_of
@@ -44,11 +44,11 @@ class Turn(NamedTuple):
 class Recording:
     """Data of one recording. Everything runs in one event loop."""
 
-    def __init__(self, number: int, waits_for: Iterable[Link]) -> None:
+    def __init__(self, number: int, waits_for: Iterable[WorkerHandle]) -> None:
         self.number = number
         self.began = clock.perf_counter()
         self.until = 0.0
-        self.passages: list[Passage] = []
+        self.passages: list[RequestSpan] = []
         self.turns: list[Turn] = []
         self.late: list[tuple[float, float]] = []  # time of measurement, and lag
         self.left_out: dict[str, int] = {}
@@ -56,14 +56,14 @@ class Recording:
         self.pieces: dict[str, list[bytes]] = {}  # by worker
         self.waits_for = {link: asyncio.Event() for link in waits_for}
 
-    def ended(self, passage: Passage) -> None:
+    def ended(self, passage: RequestSpan) -> None:
         """Record an ended request."""
         if len(self.passages) < MOST_REQUESTS:
             self.passages.append(passage)
         else:
             self._leave_out("requests")
 
-    def took(self, link: Link, messages: Sequence[Wire], began: float) -> None:
+    def took(self, link: WorkerHandle, messages: Sequence[Wire], began: float) -> None:
         """Record a processed batch of worker messages."""
         if self.until or not began:
             return
@@ -73,7 +73,7 @@ class Recording:
         else:
             self._leave_out("turns")
 
-    def told(self, link: Link, message: Profiled) -> None:
+    def told(self, link: WorkerHandle, message: Profiled) -> None:
         """Store a worker's spans."""
         if message.number != self.number or link not in self.waits_for:
             return
@@ -133,7 +133,7 @@ class Profiler:
             gateway.profiling = None
 
 
-async def _told_or_lost(link: Link, told: asyncio.Event, until: float) -> None:
+async def _told_or_lost(link: WorkerHandle, told: asyncio.Event, until: float) -> None:
     while not told.is_set() and link.lost is None and clock.monotonic() < until:
         try:
             await asyncio.wait_for(told.wait(), 0.1)

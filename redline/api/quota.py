@@ -15,7 +15,7 @@ import msgspec
 from redline import clock
 from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.errors import Refusal
-from redline.api.passage import Passage
+from redline.api.passage import RequestSpan
 from redline.wire.replicas import OfKey
 
 BUSY_RETRY_S = 1.0  # seconds, at the concurrency limit: it is unknown when a running request will end
@@ -146,7 +146,7 @@ class Caller(msgspec.Struct, frozen=True):
     account: Account | None = None  # None: the server has no keys
     began: float = 0.0  # by time.monotonic
     timeout_s: float | None = None  # from `began` to the last token
-    passage: Passage | None = None  # collects the request's timings, if set
+    passage: RequestSpan | None = None  # collects the request's timings, if set
 
     @property
     def sla(self) -> str:

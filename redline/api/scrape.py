@@ -7,9 +7,9 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from redline.api.app import Border
+from redline.api.app import ErrorMiddleware
 from redline.api.config import ApiConfig
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.metrics import CONTENT_TYPE, Metrics
 
 
@@ -24,4 +24,6 @@ def create_metrics_app(
     async def text(request: Request) -> Response:
         return Response(metrics.expose() if scrape is None else await scrape(), headers={"content-type": CONTENT_TYPE})
 
-    return Border(Router([Route("/metrics", text)], redirect_slashes=False), Edge(config), config, metrics)
+    return ErrorMiddleware(
+        Router([Route("/metrics", text)], redirect_slashes=False), AuthState(config), config, metrics
+    )

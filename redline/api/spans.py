@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from redline import clock
-from redline.api.passage import Passage
+from redline.api.passage import RequestSpan
 from redline.api.stages import Stage, stages_of
 from redline.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Spans:
         self._parents = TraceContextTextMapPropagator()
         self._failed = False
 
-    def ended(self, passage: Passage) -> None:
+    def ended(self, passage: RequestSpan) -> None:
         """Create the spans of an ended request. Errors here are logged once: tracing must never cost a response."""
         if passage.method in _LOOKS:
             return
@@ -61,7 +61,7 @@ class Spans:
         flushing.start()
         flushing.join(FLUSH_S)
 
-    def _write(self, passage: Passage) -> None:
+    def _write(self, passage: RequestSpan) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         told = stages_of(passage)
@@ -110,7 +110,7 @@ def _ns(at: float, epoch_ns: int) -> int:
     return epoch_ns + round(at * 1e9)
 
 
-def _facts(passage: Passage) -> dict[str, str | int | float | list[str]]:
+def _facts(passage: RequestSpan) -> dict[str, str | int | float | list[str]]:
     """Attributes of a request, named by OpenTelemetry's semantic conventions for HTTP and for generative AI."""
     facts: dict[str, str | int | float | list[str]] = {
         "http.request.method": passage.method,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redline import clock
-from redline.api.passage import Passage
-from redline.api.stories import Sent, Story
+from redline.api.passage import RequestSpan
+from redline.api.stories import RequestTrace, Sent
 
 
 class Stage(NamedTuple):
@@ -25,7 +25,7 @@ class Stages(NamedTuple):
     jobs: list[list[Stage]]  # of further choices: each is drawn in its own lane
 
 
-def stages_of(passage: Passage) -> Stages:
+def stages_of(passage: RequestSpan) -> Stages:
     """The stages of a request so far, whether it has ended or not."""
     now = clock.perf_counter()
     end = now if passage.ended is None else passage.ended
@@ -39,7 +39,7 @@ def stages_of(passage: Passage) -> Stages:
     return Stages(whole, [*parts, *first], jobs[1:])
 
 
-def _of_job(job: Story, end: float) -> list[Stage]:
+def _of_job(job: RequestTrace, end: float) -> list[Stage]:
     """Stages of a job since it was sent: time in the queue, to the first token, and streaming."""
     if not job.sent:
         return []

@@ -51,7 +51,7 @@ class Paused(NamedTuple):
     paused_s: float | None = None  # until its next token
 
 
-class Story(msgspec.Struct, gc=False):
+class RequestTrace(msgspec.Struct, gc=False):
     """Trace of one job. Times are seconds since its request's arrival, `began`, which is a time of time.perf_counter.
 
     It is kept long after its answer, so it holds nothing that the garbage collector has to traverse.
@@ -178,14 +178,14 @@ class Story(msgspec.Struct, gc=False):
         }
 
 
-class Stories:
+class RequestTraces:
     """Traces of the newest jobs, by request id."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, tuple[Story, ...]] = OrderedDict()
+        self._of: OrderedDict[str, tuple[RequestTrace, ...]] = OrderedDict()
         self._jobs = 0
 
-    def begin(self, request: str, jobs: Sequence[Story]) -> None:
+    def begin(self, request: str, jobs: Sequence[RequestTrace]) -> None:
         """A request is admitted. If the id, which the client may choose, is in use, the jobs are appended to that
         trace."""
         before = self._of.pop(request, ())
@@ -195,7 +195,7 @@ class Stories:
             _, gone = self._of.popitem(last=False)
             self._jobs -= len(gone)
 
-    def of(self, request: str) -> tuple[Story, ...]:
+    def of(self, request: str) -> tuple[RequestTrace, ...]:
         """Traces of a request's jobs; empty if the id is unknown."""
         return self._of.get(request, ())
 

@@ -38,7 +38,7 @@ _FAMILIES = msgspec.msgpack.Decoder(tuple[Family, ...])
 
 
 def packed(registry: CollectorRegistry) -> bytes:
-    """The current series of a registry, encoded for `Summed.told`."""
+    """The current series of a registry, encoded for `MetricsAggregator.told`."""
     families = [
         Family(each.name, each.documentation, each.type, tuple(Sample(s.name, s.labels, s.value) for s in each.samples))
         for each in registry.collect()
@@ -46,7 +46,7 @@ def packed(registry: CollectorRegistry) -> bytes:
     return msgspec.msgpack.encode(families)
 
 
-class Summed:
+class MetricsAggregator:
     """Aggregates the series of several processes of one server: `told` by each, then `expose`."""
 
     def __init__(self) -> None:

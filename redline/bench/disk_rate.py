@@ -1,4 +1,4 @@
-"""How fast files are read from their disk, by plain reads: what a load of a checkpoint is compared with."""
+"""Read rate of files from their disk, with plain reads: the baseline for the loading time of a checkpoint."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ from redline import clock
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-BLOCK = 8 << 20  # bytes of one plain read
-THREADS = 1, 4, 8  # of plain reads
+BLOCK = 8 << 20  # bytes per plain read
+THREADS = 1, 4, 8  # thread counts of plain reads
 
 
 class Read(Record, frozen=True):
     """A plain read.
 
-    disk_share: of the bytes, fetched from a disk; None if the system does not report it.
+    disk_share: share of the bytes that came from a disk; None if the system does not report it.
     """
 
     threads: int
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 def from_disk() -> int | None:
-    """Bytes that the system has fetched from a disk for this process, read ahead or not; None where it does not say."""
+    """Bytes that the system has read from disk for this process, including readahead; None if it does not report it."""
     try:
         return int(Path("/proc/self/io").read_text().split("\nread_bytes:")[1].split()[0])
     except OSError:
@@ -44,7 +44,7 @@ def from_disk() -> int | None:
 
 
 def forget(files: Sequence[Path]) -> None:
-    """Takes files out of the page cache: clean pages that nobody has mapped."""
+    """Evicts files from the page cache: their clean pages that no process has mapped."""
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -52,14 +52,14 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def read(files: Sequence[Path], threads: int) -> Read:
-    """All bytes of the files in order. Raises as `read_parts`."""
+    """Reads all bytes of the files in order. Raises the errors of `read_parts`."""
     return read_parts([Part(path, 0, path.stat().st_size) for path in files], threads)
 
 
 def read_parts(parts: Sequence[Part], threads: int) -> Read:
-    """The bytes of the parts in order, in blocks of BLOCK that `threads` threads take in turn.
+    """Reads the bytes of the parts in order, in blocks of BLOCK bytes that `threads` threads take in turn.
 
-    Raises OSError if a file cannot be read, and ConfigError if one is shorter than it was.
+    Raises OSError if a file cannot be read, and ConfigError if a file has become shorter.
     """
     places = [(path, at, min(BLOCK, stop - at)) for path, start, stop in parts for at in range(start, stop, BLOCK)]
     whole, waiting, taking = sum(part.stop - part.start for part in parts), iter(places), threading.Lock()
@@ -81,6 +81,8 @@ def read_parts(parts: Sequence[Part], threads: int) -> Read:
         done = sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
         seconds, now = clock.perf_counter() - began, from_disk()
     if done != whole:
-        raise ConfigError(f"{parts[0].file.parent}: {done:,} of {whole:,} bytes were read; leave the files as they are")
+        raise ConfigError(
+            f"{parts[0].file.parent}: {done:,} of {whole:,} bytes were read; the files must not change during the run"
+        )
     share = None if disk is None or now is None else round((now - disk) / whole, 3)
     return Read(threads=threads, gb_per_s=round(whole / seconds / 1e9, 3), disk_share=share)

@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, commit, date. Every stored result carries it."""
+"""Provenance of a measurement: machine, versions, commit, date. Every saved result contains it."""
 
 import datetime
 import os
@@ -11,14 +11,14 @@ from typing import Any
 
 from redline.errors import ConfigError
 
-TOLD = "REDLINE_COMMIT"  # in the environment: the commit of a copy without its history
+TOLD = "REDLINE_COMMIT"  # environment variable: the commit of a source tree without git history
 _COMMIT = re.compile(r"[0-9a-f]{7,40}\+?|unknown")
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """machine, cores, versions of python and `packages`, commit (with "+" where the tree has changes), date (UTC).
+    """machine, cores, versions of python and `packages`, commit (with "+" if the tree has changes), date (UTC).
 
-    A copy without its history is told the commit by REDLINE_COMMIT. Raises ConfigError where that is none.
+    For a source tree without git history, REDLINE_COMMIT gives the commit. Raises ConfigError if that is not a hash.
     """
     versions = {"python": platform.python_version()}
     for package in packages:
@@ -36,19 +36,21 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def told_commit() -> str | None:
-    """What REDLINE_COMMIT says; None where nobody has set it.
+    """The value of REDLINE_COMMIT; None if it is not set.
 
-    Raises ConfigError where that is no hash of 7 to 40 digits, with "+" where the copy has changes: a number whose
-    commit is a placeholder cannot be made again.
+    Raises ConfigError if the value is not a hash of 7 to 40 digits, followed by "+" if the tree has changes: a
+    measurement with a placeholder as its commit cannot be reproduced.
     """
     told = os.environ.get(TOLD)
     if told and not _COMMIT.fullmatch(told):
-        raise ConfigError(f"{TOLD} is {told[:50]!r}; expected a commit's hash, as `git rev-parse --short HEAD` says it")
+        raise ConfigError(
+            f"{TOLD} is {told[:50]!r}; expected a commit hash, as printed by `git rev-parse --short HEAD`"
+        )
     return told or None
 
 
 def cpu_name() -> str:
-    """The processor's model name from /proc/cpuinfo, or what Python knows of it where there is none."""
+    """The processor's model name from /proc/cpuinfo, or from Python's `platform` if there is no such file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -56,7 +58,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """The short hash of HEAD, with "+" where tracked files have changes; "unknown" where git cannot tell."""
+    """The short hash of HEAD, with "+" if tracked files have changes; "unknown" if git fails."""
     try:
         return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):

@@ -18,7 +18,7 @@ app = typer.Typer(
     synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe,
     [bold]export[/bold] writes a drafter for other engines.
 
-    Every command resumes from the point at which it was stopped, if run again. Overview: docs/draft.md.""",
+    Every command resumes from the point at which it was stopped, if run again. Overview: docs/drafters.md.""",
 )
 
 Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.", callback=model)]
@@ -151,7 +151,7 @@ def train(
 ) -> None:
     """Train an EAGLE-3 drafter from the target's states, with training-time test. Several GPUs: `accelerate launch`.
 
-    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
+    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/drafters.md has every key.
     """
     from redline.draft.recipe import read_train
     from redline.draft.train.train import run
@@ -321,7 +321,7 @@ def export(
 @app.command(name="run")
 def run_recipe(
     recipe: Annotated[
-        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
+        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/drafters.md.")
     ],
     out: Annotated[Path | None, typer.Option(help="The output folder. Default: from the recipe.")] = None,
     device: Annotated[

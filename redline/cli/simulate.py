@@ -19,7 +19,7 @@ def simulate(
     ],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole fleet, a multiple of the worker's.")] = 64,
     worker: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The worker model: a name, or a JSON file (docs/simulate.md).")
+        str, typer.Option(metavar="NAME|FILE", help="The worker model: a name, or a JSON file (docs/routing.md).")
     ] = "kimi-8xh200",
     roles: Annotated[
         list[str] | None,

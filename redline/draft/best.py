@@ -1,7 +1,7 @@
-"""The last stage of a recipe: the better of the first and the mined drafter, and why, as a folder that serves.
+"""The last stage of a recipe: exports the better of the base and the mined drafter as a servable folder, with reasons.
 
-Both, and the control arm, were measured by `eval` on the same prompts. Two are compared prompt by prompt, over those
-that both were asked: prompts differ more than drafters do, and a paired difference leaves that out.
+Both, and the control arm, were measured by `eval` on the same prompts. Two drafters are compared prompt by prompt, over
+the prompts that both answered: prompts differ more than drafters do, and paired differences cancel that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ Place = tuple[int, Mode]  # k and mode
 
 
 class BestConfig(Record, frozen=True):
-    """What the stage is told. drafters: folders by name: base, mined, control; the first alone where nothing was mined.
+    """Settings of the stage. drafters: folders by name (base, mined, control); only base if nothing was mined.
 
-    evaluations: by the same names, what `redline draft eval` has saved. Without them the mined one is exported.
+    evaluations: files saved by `redline draft eval`, by the same names. Without them the mined drafter is exported.
     """
 
     target: str
@@ -41,9 +41,9 @@ class _Saved(msgspec.Struct):
 
 
 def run(config: BestConfig, console: Console) -> int:
-    """Prints what was measured, which drafter is exported and why, and exports it; returns 0.
+    """Prints the measurements, which drafter is exported and why, and exports it; returns 0.
 
-    Raises ConfigError where an evaluation cannot be read, and what `redline.draft.export.run` raises.
+    Raises ConfigError if an evaluation cannot be read, and the errors of `redline.draft.export.run`.
     """
     measured = {name: _read(Path(path)) for name, path in config.evaluations.items()}
     name = MINED if MINED in config.drafters else BASE
@@ -59,14 +59,15 @@ def _read(path: Path) -> dict[Place, Pooled]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=_Saved).pooled
     except (msgspec.DecodeError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); remove it, and the run measures again") from None
+        raise ConfigError(f"{path}: cannot be read ({error}); remove it, and the next run measures again") from None
     return {(one.k, one.mode): one for one in found}
 
 
 def difference(one: Pooled, other: Pooled, seed: int = 0) -> tuple[float, float, float]:
-    """(how many tokens a round `one` has more than `other`, its 95 % interval), by a bootstrap over common prompts.
+    """(mean of `one` - `other` in tokens per round, low and high of its 95 % interval), by a bootstrap over the prompts
+    that both have.
 
-    NaN where no prompt, or none with a round, is common.
+    NaN if they have no prompt in common, or none with a round.
     """
     both = [name for name in one.by_prompt if name in other.by_prompt]
     counts = np.array([(*one.by_prompt[name], *other.by_prompt[name]) for name in both], dtype=np.float64).reshape(
@@ -83,21 +84,21 @@ def difference(one: Pooled, other: Pooled, seed: int = 0) -> tuple[float, float,
 
 
 def better(measured: Mapping[str, Mapping[Place, Pooled]]) -> tuple[str, list[str]]:
-    """Which of the first and the mined drafter has more tokens a round, and lines that say why.
+    """Which of the base and the mined drafter has more tokens per round, and lines that explain the choice.
 
-    The mean counts over every k and mode that both have. Where none has rounds, it is the mined one.
+    The mean is over every k and mode that both have. If there is none with rounds, the mined drafter is chosen.
     """
     places = sorted(set(measured[BASE]) & set(measured[MINED]))
     if not places:
-        return MINED, ["exported: mined; no round was measured that would compare it with base"]
+        return MINED, ["exported: mined; no round was measured for both it and base"]
     means = {name: float(np.mean([measured[name][place].length for place in places])) for name in (BASE, MINED)}
     name = MINED if means[MINED] > means[BASE] else BASE
     other = BASE if name == MINED else MINED
     doubtful = _doubtful(measured[MINED], measured[BASE], places)
     why = [
-        f"exported: {name}, with {means[name]:.3f} tokens a round, where {other} has {means[other]:.3f}; "
+        f"exported: {name}, with {means[name]:.3f} tokens per round; {other} has {means[other]:.3f}; "
         + (
-            f"{doubtful} of {len(places)} intervals of mined - base include 0: these prompts do not tell the two apart"
+            f"{doubtful} of {len(places)} intervals of mined - base include 0: the difference is not significant"
             if doubtful
             else "no interval of mined - base includes 0"
         )
@@ -106,26 +107,26 @@ def better(measured: Mapping[str, Mapping[Place, Pooled]]) -> tuple[str, list[st
         more = float(np.mean([measured[MINED][at].length - measured[CONTROL][at].length for at in common]))
         unsure = _doubtful(measured[MINED], measured[CONTROL], common)
         why.append(
-            f"control, trained as long on prompts that were not mined: mined has {more:+.3f} tokens a round more; "
+            f"control, trained for as long on prompts that were not mined: mined has {more:+.3f} tokens per round; "
             + (
-                f"{unsure} of {len(common)} intervals include 0: that mining helped is not shown"
+                f"{unsure} of {len(common)} intervals include 0: no significant effect of mining"
                 if unsure
-                else "no interval includes 0: " + ("mining helped" if more > 0 else "mining did harm")
+                else "no interval includes 0: " + ("mining helped" if more > 0 else "mining hurt")
             )
         )
     return name, why
 
 
 def _doubtful(one: Mapping[Place, Pooled], other: Mapping[Place, Pooled], places: Sequence[Place]) -> int:
-    """Of how many places the difference's interval includes 0, or is unknown."""
+    """Number of `places` for which the difference's interval includes 0 or is unknown."""
     intervals = [difference(one[place], other[place])[1:] for place in places]
     return sum(not (low > 0 or high < 0) for low, high in intervals)
 
 
 def table(measured: Mapping[str, Mapping[Place, Pooled]]) -> Table:
-    """A row for each k and mode: every drafter's tokens a round, and how many the mined one has more."""
+    """A row for each k and mode: every drafter's tokens per round, and mined minus each of the others."""
     names = [name for name in (BASE, CONTROL, MINED) if name in measured]
-    shown = narrow("drafters on the same prompts", "tokens a round with 95 % intervals, all domains together")
+    shown = narrow("drafters on the same prompts", "tokens per round with 95 % intervals, all domains together")
     for name in ("k", "mode", *names, *(f"mined - {name}" for name in names if name != MINED)):
         shown.add_column(name, justify="left" if name == "mode" else "right")
     for place in sorted(set.intersection(*(set(measured[name]) for name in names))):

@@ -1,14 +1,14 @@
-"""Acceptance length by domain, for each k, greedy and sampled: measured by the engine, beside what training foretells.
+"""Acceptance length by domain, for each k, greedy and sampled: measured in the engine, and predicted by training.
 
-The engine serves real prompts with exactly k drafts a round and tells what it verified and what held
-(`worker.acceptance` defines a round, its length and the interval). Of some of the same answers the drafter is then
-scored by teacher forcing (`score`), at the very positions where the engine's rounds began. Greedy, the first draft of a
-round is a function of the text alone, so both must name the same share of hits: within one point, or the two compute
-different drafters (layer ids, norms, RoPE: docs/draft_mining.md).
+The engine serves real prompts with exactly k drafts per round and reports the verified and accepted drafts
+(`worker.acceptance` defines a round, its length and the interval). On some of the same answers the drafter is then
+scored by teacher forcing (`score`), at the positions where the engine's rounds began. With greedy decoding the first
+draft of a round depends only on the text, so both must find the same share of hits within one point; otherwise the two
+compute different drafters (layer ids, norms, RoPE: docs/drafters.md).
 
-Ceilings, on the same answers:
-    perfect   a drafter that proposes exactly the target's own continuation: k + 1, but for the ends of answers
-    one-hot   sampled, where drafts are the drafter's best guess: one and the sum of the products of max p
+Upper bounds, on the same answers:
+    perfect   a drafter that proposes exactly the target's own continuation: k + 1, less at the ends of answers
+    one-hot   sampled mode with the drafter's argmax as draft: 1 + the sum of the products of max p
 """
 
 import functools
@@ -48,36 +48,36 @@ from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 Mode = Literal["greedy", "sampled"]
-BATCH = 64  # prompts that are asked at once, for each 16 that run: few steps are ends of batches
-HELD_OUT = 1_000_003  # added to the seed: other prompts than those that synth draws
-ENOUGH = 1000  # rounds from which a difference of a point is no accident
+BATCH = 64  # prompts submitted at once per 16 that run, so that few steps are at the end of a batch
+HELD_OUT = 1_000_003  # added to the seed, so that the prompts differ from those of synth
+ENOUGH = 1000  # with this number of rounds a difference of one point is significant
 
 
 class EvalConfig(Record, frozen=True):
-    """What `redline draft eval` is told."""
+    """Settings of `redline draft eval`."""
 
     target: str
     draft: str
     prompts: str | None = None  # a file of prompts
-    corpus: str | None = None  # or a corpus, whose prompts are asked again
-    domains: tuple[str, ...] = ()  # or our own templates, drawn with another seed than synth's
+    corpus: str | None = None  # or a corpus: its prompts are answered again
+    domains: tuple[str, ...] = ()  # or built-in templates, with another seed than synth's
     count: int = 200  # prompts of each of these domains
     k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
     modes: tuple[Mode, ...] = ("greedy", "sampled")
-    rounds: int = 2000  # of each domain, k and mode; 0: every prompt once
+    rounds: int = 2000  # minimum number for each domain, k and mode; 0: every prompt once
     temperature: float = 1.0  # of the sampled mode
     top_p: float = 1.0
     max_tokens: int = 1024
-    batch: int = 16  # answers in a step
-    suffix: bool = False  # matches of the text's own past are proposed too
-    offline: int = 64  # answers of each domain that are also scored by teacher forcing; 0: none
+    batch: int = 16  # number of answers in a step
+    suffix: bool = False  # whether suffix matches in the text are proposed too
+    offline: int = 64  # number of answers per domain that are also scored by teacher forcing; 0: none
     seed: int = 0
-    save: str | None = None  # JSON, and a picture beside it
+    save: str | None = None  # a JSON file; a plot is written next to it
     device: str | None = None
 
 
 class Asked(NamedTuple):
-    """A prompt as the target reads it."""
+    """A prompt as token ids."""
 
     id: str
     domain: str
@@ -93,25 +93,25 @@ class Measured(Record, frozen=True):
     mode: Mode
     prompts: int
     rounds: int
-    rows: int  # decode rows, those without drafts among them
+    rows: int  # decode rows, including those without drafts
     length: float
     low: float
     high: float
-    positions: tuple[float, ...]  # acceptance of each draft, given that it was proposed
+    positions: tuple[float, ...]  # acceptance rate of each draft position, given that it was proposed
     ceiling: float  # of a perfect drafter
     onehot_ceiling: float | None = None
-    offline: float | None = None  # length that teacher forcing foretells
-    offline_first: float | None = None  # acceptance of the first draft that it foretells, at the engine's positions
-    engine_first: float | None = None  # the engine's, over the same rounds
+    offline: float | None = None  # length predicted by teacher forcing
+    offline_first: float | None = None  # predicted acceptance of the first draft, at the engine's positions
+    engine_first: float | None = None  # acceptance of the first draft in the engine, over the same rounds
 
     @property
     def gap(self) -> float:
-        """Tokens per round that a perfect drafter would gain."""
+        """Tokens per round by which a perfect drafter is better."""
         return self.ceiling - self.length
 
 
 class Pooled(Record, frozen=True):
-    """All domains at one k in one mode, with rounds and accepted drafts of each prompt, so that runs can be paired."""
+    """All domains at one k in one mode, with rounds and accepted drafts per prompt, so that runs can be paired."""
 
     k: int
     mode: Mode
@@ -123,19 +123,19 @@ class Pooled(Record, frozen=True):
 
 
 class Evaluation(Record, frozen=True):
-    """What one run of `eval` measured, with the folders of target and drafter."""
+    """The results of one run of `eval`, with the folders of target and drafter."""
 
     target: str
     draft: str
     measured: tuple[Measured, ...]
-    short: tuple[str, ...]  # what ran out of prompts before its rounds were reached
-    pooled: tuple[Pooled, ...] = ()  # of every k and mode that has rounds
+    short: tuple[str, ...]  # measurements that ran out of prompts before reaching their rounds
+    pooled: tuple[Pooled, ...] = ()  # for every k and mode with rounds
 
 
 Open = Callable[[int], AbstractContextManager[Engine]]
-"""An engine that always proposes so many drafts."""
+"""Opens an engine that always proposes exactly the given number of drafts."""
 Offline = Callable[[Sequence[Spoken], Serving, int], list[Scores]]
-"""The scores of answers by teacher forcing, so many drafts deep."""
+"""Scores answers by teacher forcing, with the given number of drafts per round."""
 
 
 def evaluate(
@@ -145,11 +145,11 @@ def evaluate(
     offline: Callable[[Engine], Offline] | None = None,
     done: Callable[[str, int], object] = lambda what, rounds: None,
 ) -> Evaluation:
-    """Asks, counts and scores. `done` is told after every batch: what is measured, and its rounds so far.
+    """Runs the prompts, counts and scores. `done` is called after every batch: description, number of rounds so far.
 
-    open_engine: loads an engine that proposes k drafts; it is closed before the next one is opened. offline: what
-    scores beside an engine, with the engine's own copy of the target; None: nothing is scored. Raises ConfigError where
-    an answer ends in an error.
+    open_engine: loads an engine that proposes k drafts; it is closed before the next one is opened. offline: returns
+    the scoring function for an engine, using the engine's copy of the target; None disables scoring. Raises ConfigError
+    if an answer ends in an error.
     """
     measured: list[Measured] = []
     short: list[str] = []
@@ -173,9 +173,9 @@ def evaluate(
 
 
 def first_draft_check(evaluation: Evaluation) -> tuple[float, float, int] | None:
-    """(the engine's share of first drafts that held, the foretold one, over how many rounds), all greedy.
+    """(the engine's acceptance rate of first drafts, the predicted rate, number of rounds), greedy only.
 
-    None where nothing was scored.
+    None if no answer was scored.
     """
     pairs = [
         (one.engine_first, one.offline_first, one.rounds)
@@ -190,15 +190,15 @@ def first_draft_check(evaluation: Evaluation) -> tuple[float, float, int] | None
 
 
 def agree(evaluation: Evaluation) -> bool:
-    """Whether engine and trainer agree within a point at the first draft, where there are rounds enough to say."""
+    """Whether engine and trainer agree within a point on the first draft; True if there are too few rounds."""
     found = first_draft_check(evaluation)
     return found is None or found[2] < ENOUGH or abs(found[0] - found[1]) <= 0.01
 
 
 def jobs_of(engine: Engine, asked: Sequence[Asked], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
-    """A job for each prompt. turn: how often the same prompts were asked before; it changes what is drawn.
+    """A job for each prompt. turn: how often the same prompts were used before; it changes the sampling seed.
 
-    An answer is cut where the prompt leaves less room than max_tokens in the engine's context.
+    max_tokens is reduced if the prompt leaves less room in the engine's context.
     """
     stop_ids = engine.tokenizer.stop_ids
     room = engine.engine.layout.max_model_len
@@ -225,9 +225,9 @@ def _ask_all(
     mode: Mode,
     done: Callable[[str, int], object],
 ) -> dict[str, list[Spoken]]:
-    """Answers by domain: every domain until it has its rounds, or, greedy, until its prompts are through.
+    """Answers by domain: each domain until it has enough rounds or, with greedy decoding, until its prompts are used.
 
-    A prompt's greedy answer is always the same, so only sampled ones are asked again.
+    A prompt's greedy answer is always the same, so only sampled prompts are repeated.
     """
     found: dict[str, list[Spoken]] = defaultdict(list)
     rounds: dict[str, int] = defaultdict(int)
@@ -236,7 +236,7 @@ def _ask_all(
     def missing(domain: str) -> bool:
         if not config.rounds:
             return True
-        hopeless = len(found[domain]) >= prompts_of[domain] and not rounds[domain]  # nothing is ever proposed here
+        hopeless = len(found[domain]) >= prompts_of[domain] and not rounds[domain]  # no draft is ever proposed here
         return rounds[domain] < config.rounds and not hopeless
 
     size = BATCH * max(1, config.batch // 16)
@@ -256,7 +256,7 @@ def _ask_all(
 def _batches(
     asked: Sequence[Asked], *, again: bool, missing: Callable[[str], bool], size: int
 ) -> Iterator[tuple[int, list[Asked]]]:
-    """Prompts in batches, those of domains that still need rounds, the domains taking turns."""
+    """Batches of prompts of the domains that still need rounds, round-robin over domains."""
     domains: dict[str, list[Asked]] = defaultdict(list)
     for one in asked:
         domains[one.domain].append(one)
@@ -300,9 +300,9 @@ def _measure(
 
 
 def _pooled(answers: Sequence[Spoken], k: int, mode: Mode, seed: int) -> list[Pooled]:
-    """One; none where there is no round."""
+    """A list of one; empty if there is no round."""
     by_prompt: dict[str, list[Round]] = defaultdict(list)
-    for answer in answers:  # sampled, a prompt may be asked several times
+    for answer in answers:  # in sampled mode a prompt may occur several times
         by_prompt[answer.id] += answer.rounds
     length = acceptance_length(list(by_prompt.values()), seed)
     if not length.rounds:
@@ -324,7 +324,7 @@ def _pooled(answers: Sequence[Spoken], k: int, mode: Mode, seed: int) -> list[Po
 def _beside(
     answers: Sequence[Spoken], k: int, mode: Mode, config: EvalConfig, offline: Offline
 ) -> tuple[float | None, float | None, float | None, float | None]:
-    """one-hot ceiling, foretold length, foretold acceptance of first drafts, the engine's over the same rounds."""
+    """one-hot ceiling, predicted length, predicted acceptance of first drafts, the engine's over the same rounds."""
     if mode == "greedy":
         found = offline(answers, Serving("onehot", 0.0, own=True), k)
         foretold = acceptance_length([[Round(*one) for one in walk(scores, k)] for scores in found]).mean
@@ -357,8 +357,8 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def table(evaluation: Evaluation, mode: Mode) -> Table:
-    """A row for each domain and k of one mode, and for each k the mean over domains, in tokens per round."""
-    shown = narrow(f"acceptance length, {mode}", "tokens per round, the target's own included")
+    """A row for each domain and k of one mode, and the mean over domains for each k, in tokens per round."""
+    shown = narrow(f"acceptance length, {mode}", "tokens per round, including the target's own")
     for name in ("k", "domain"):
         shown.add_column(name, no_wrap=True)
     for name in ("length", "95 %", "ceiling", "gap", "offline", "rounds", "by position"):
@@ -386,14 +386,14 @@ def table(evaluation: Evaluation, mode: Mode) -> Table:
 
 
 def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """Measures, prints, saves; 0, or 1 where the engine and the trainer's estimate disagree, 130 after Ctrl-C.
+    """Measures, prints, saves. Returns 0, 1 if the engine and the trainer's estimate disagree, or 130 after Ctrl-C.
 
-    origin: where and when the numbers were made, to be saved with them. Raises ConfigError, and CheckpointError where
-    target or drafter cannot be read.
+    origin: where and when the numbers were made; saved with them. Raises ConfigError, and CheckpointError if target or
+    drafter cannot be read.
     """
     asked, skipped = check(config)
     tell_skipped(skipped, console)
-    Eagle3.open(config.draft, Checkpoint.open(config.target).config)  # so that a wrong folder is said now
+    Eagle3.open(config.draft, Checkpoint.open(config.target).config)  # report a wrong folder before the work begins
     try:
         return _run(config, asked, console, origin)
     except KeyboardInterrupt:
@@ -402,13 +402,13 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
 
 
 def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
-    """What will be asked, and a message for each line that is no prompt.
+    """The prompts, and a message for each line that is not a prompt.
 
-    The drafter is not looked at: another stage may still have to make it. Raises ConfigError where anything else is
-    wrong or missing, and CheckpointError where the target cannot be read.
+    The drafter is not checked: an earlier stage may still have to make it. Raises ConfigError if another setting is
+    wrong or missing, and CheckpointError if the target cannot be read.
     """
     if sum(map(bool, (config.prompts, config.corpus, config.domains))) != 1:
-        raise ConfigError("redline draft eval: give one of --prompts, --corpus and --domain")
+        raise ConfigError("redline draft eval: expected exactly one of --prompts, --corpus and --domain")
     if min(config.count, config.max_tokens, config.batch) < 1:
         raise ConfigError("redline draft eval: --count, --max-tokens and --batch are at least 1")
     if min(config.rounds, config.offline) < 0:
@@ -452,7 +452,7 @@ def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: M
     for mode in config.modes:
         console.print(table(evaluation, mode))
     for line in evaluation.short:
-        console.print(f"prompts ran out: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"not enough prompts: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     found = first_draft_check(evaluation)
     if found is not None:
         engine, foretold, rounds = found
@@ -479,7 +479,7 @@ def _save(path: Path, facts: Mapping[str, Any], evaluation: Evaluation, console:
 
 
 def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
-    """The prompts of a file, of a corpus or of our own templates. Raises ConfigError."""
+    """The prompts of a file, of a corpus or of the built-in templates. Raises ConfigError."""
     if config.corpus is not None:
         examples, skipped = read_examples(Path(config.corpus))
         asked = [Asked(one.id, one.domain, one.language, one.tokens[: one.prompt]) for one in examples]
@@ -491,12 +491,12 @@ def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
             Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style))) for one in found
         ]
     if not asked:
-        raise ConfigError(f"{config.prompts or config.corpus}: no prompt in it")
+        raise ConfigError(f"{config.prompts or config.corpus}: contains no prompt")
     return asked, skipped
 
 
 def _offline(config: EvalConfig, engine: Engine) -> Offline:
-    """Teacher forcing as `mine` scores, with the target that the engine has loaded; the engine is idle meanwhile."""
+    """Teacher forcing as in `mine`, with the engine's copy of the target; the engine is idle during scoring."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)
     teacher_forcing = TeacherForcing(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)

@@ -1,9 +1,9 @@
-"""`redline draft export`: a trained drafter's folder as engines take it, its latent as wide as its target's or its own.
+"""`redline draft export`: writes a trained drafter for engines, its latent at the target's width or its own.
 
     OUT/config.json, OUT/model.safetensors
 
-vLLM keeps a drafter's rows in the cache of its target, so it needs the target's width (redline/model/eagle3/latent.py);
-Redline reads either, and serves both alike. Hence the target's width is the default: one folder that all load.
+vLLM stores a drafter's KV rows in the target's cache, so it needs the target's width (redline/model/eagle3/latent.py).
+Redline reads either, with equal results. So the target's width is the default: one folder that all engines load.
 """
 
 import errno
@@ -21,13 +21,13 @@ from redline.wire.base import Record
 
 
 class ExportConfig(Record, frozen=True):
-    """What `redline draft export` is told.
+    """Settings of `redline draft export`.
 
-    latent: "target" pads a narrower one with zeros, "own" leaves it as trained.
+    latent: "target" pads a narrower latent with zeros, "own" leaves it as trained.
     """
 
     target: str
-    drafter: str  # the folder that is read
+    drafter: str  # the folder to read
     out: str
     latent: Literal["target", "own"] = "target"
 
@@ -35,7 +35,7 @@ class ExportConfig(Record, frozen=True):
 def run(config: ExportConfig, console: Console) -> int:
     """Opens the drafter as the engine does, writes it to the folder `out`, and returns 0.
 
-    Raises ConfigError where it cannot be written, and CheckpointError where target or drafter cannot be read.
+    Raises ConfigError if it cannot be written, and CheckpointError if target or drafter cannot be read.
     """
     target, out = Checkpoint.open(config.target).config, Path(config.out)
     drafter = Eagle3.open(Path(config.drafter), target)

@@ -1,4 +1,4 @@
-"""The parts that `pip install 'redline[draft]'` brings: training and pictures."""
+"""The optional dependencies of `pip install 'redline[draft]'`: training and plots."""
 
 import shlex
 import sys
@@ -10,12 +10,12 @@ PARTS = ("accelerate", "matplotlib")
 
 
 def install() -> str:
-    """The shell command that installs these parts for the Python that runs this program."""
+    """The shell command that installs these packages for the Python that runs this program."""
     return f"{shlex.quote(sys.executable)} -m pip install 'redline[draft]'"
 
 
 def needs(*parts: str) -> None:
-    """Raises ConfigError, with the command that installs them, where one of these packages is not installed."""
+    """Raises ConfigError, with the install command, if one of these packages is not installed."""
     missing = [part for part in parts if find_spec(part) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed: {install()}")

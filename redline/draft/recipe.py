@@ -1,22 +1,22 @@
-"""`redline draft run recipe.toml`: the whole factory from one file, resumable, ending in a folder that serves.
+"""`redline draft run recipe.toml`: the whole training pipeline from one file, resumable; it ends in a servable folder.
 
     OUT/corpus.jsonl        synth       the target's answers to prompts
-    OUT/capture             capture     its states over them
-    OUT/base                train       the first drafter
-    OUT/mine                mine        what it struggles with; OUT/mine/mixed.jsonl: fresh answers and replay
+    OUT/capture             capture     the target's hidden states over them
+    OUT/base                train       the base drafter
+    OUT/mine                mine        its weak points; OUT/mine/mixed.jsonl: new answers and replay
     OUT/mine-capture        capture
-    OUT/mined               train       the first drafter, trained on
-    OUT/control-mine        control-mine: as mine, but prompts are drawn without a look at what is difficult
-    OUT/control             control-mine-capture, control: the first drafter, trained for as long on these
-    OUT/eval-base.json      eval-base   the first drafter in the engine
+    OUT/mined               train       the base drafter, trained further
+    OUT/control-mine        control-mine: as mine, but prompts are chosen without regard to difficulty
+    OUT/control             control-mine-capture, control: the base drafter, trained further for as long on these
+    OUT/eval-base.json      eval-base   the base drafter in the engine
     OUT/eval-control.json   eval-control
-    OUT/eval.json           eval        the mined one, or, without [mine], the first; an evaluation ends the run where
+    OUT/eval.json           eval        the mined drafter, or, without [mine], the base; an evaluation ends the run if
                                         the engine and the trainer disagree
-    OUT/drafter             export      the better of the first and the mined one, which `redline serve --draft` takes
+    OUT/drafter             export      the better of the base and the mined drafter, for `redline serve --draft`
 
-A recipe's tables have the keys of the verbs' configurations; what the recipe itself decides (folders, target) cannot be
-set there. Without [mine] the first drafter is evaluated and exported, without [eval] the last one is exported.
-`control = false` leaves the control arm out. recipe_example.toml, beside this module, is one.
+A recipe's tables have the keys of the verbs' configurations; keys that the recipe sets itself (folders, target) are not
+allowed there. Without [mine] the base drafter is evaluated and exported; without [eval] the last drafter is exported.
+`control = false` omits the control arm. recipe_example.toml, next to this module, is an example.
 """
 
 import shlex
@@ -51,30 +51,30 @@ TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
 
 
 class RunConfig(Record, frozen=True):
-    """What `redline draft run` is told."""
+    """Settings of `redline draft run`."""
 
     recipe: str
-    out: str | None = None  # wins over the recipe's
-    device: str | None = None  # of every stage; wins over all that the recipe says
+    out: str | None = None  # overrides the recipe's
+    device: str | None = None  # for every stage; overrides the recipe
 
 
 class _Top(Record, frozen=True):
     target: str
     out: str | None = None
-    device: str | None = None  # of every stage that names none: cpu or cuda; absent: the GPU, if there is one
-    corpus: tuple[str, ...] = ()  # the base set, where there is one; then there is no [synth]
+    device: str | None = None  # default for all stages: cpu or cuda; None: the GPU, if there is one
+    corpus: tuple[str, ...] = ()  # an existing base set; excludes [synth]
     synth: dict[str, Any] | None = None
-    stream: bool = False  # the trainer computes the states as it needs them; nothing is captured
+    stream: bool = False  # the trainer computes the states on demand; nothing is captured
     capture: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     train: dict[str, Any] | None = None
     mine: dict[str, Any] | None = None
-    control: bool = True  # with [mine] and [eval]: whether a drafter is trained as long on prompts that were not mined
+    control: bool = True  # with [mine] and [eval]: whether to train a control drafter on prompts that were not mined
     retrain: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     eval: dict[str, Any] | None = None
 
 
 TellStage = Callable[[str, int, float], object]
-"""What hears of the work of [synth] and of captures: the stage's name, its tokens, its seconds without loading."""
+"""Callback after [synth] and after captures: the stage's name, its tokens, its seconds without loading."""
 
 
 def run(
@@ -83,9 +83,9 @@ def run(
     origin: Mapping[str, Any] | None = None,
     told: TellStage = lambda stage, tokens, seconds: None,
 ) -> int:
-    """Runs a recipe: 0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
+    """Runs a recipe. Returns 0 if the drafter is exported, 130 after Ctrl-C, else the status of the failed stage.
 
-    origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
+    origin: where and when the numbers were made; saved with them. Raises ConfigError.
     """
     stages, out = stages_of(
         Path(config.recipe), None if config.out is None else Path(config.out), origin, told, config.device
@@ -93,8 +93,8 @@ def run(
     try:
         with alone(out):
             status = run_stages(stages, out, console)
-    except KeyboardInterrupt:  # between two stages, or before the work of one: a stage says itself what it keeps
-        console.print("stopped; the same command goes on", highlight=False)
+    except KeyboardInterrupt:  # outside a stage's own work: a stage reports itself what it keeps
+        console.print("stopped; run the same command to resume", highlight=False)
         return INTERRUPTED
     if not status:
         exported = stages[-1].config
@@ -115,24 +115,24 @@ def stages_of(
     told: TellStage = lambda stage, tokens, seconds: None,
     device: str | None = None,
 ) -> tuple[list[Stage], Path]:
-    """The stages of a recipe, and the folder of all that they make.
+    """The stages of a recipe, and the folder of all their outputs.
 
-    path: of the recipe. out, device: win over what it says. Raises ConfigError naming file and table.key, and
-    CheckpointError where the target cannot be opened.
+    path: the recipe. out, device: override the recipe's. Raises ConfigError naming file and table.key, and
+    CheckpointError if the target cannot be opened.
     """
     top = _read(path)
     here = path.resolve().parent
     out = None if out is None else out.resolve()
     if out is None:
         if top.out is None:
-            raise ConfigError(f"{path}: out: the folder of everything; give it here or with --out")
+            raise ConfigError(f"{path}: out: missing; give the output folder here or with --out")
         out = here / top.out
     target = str(here / top.target)
     facts = (Checkpoint.open(target).fingerprint,)
     if (top.synth is None) == (not top.corpus):
         raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
     if top.stream and top.capture:
-        raise ConfigError(f"{path}: capture: nothing is stored with stream = true; leave one out")
+        raise ConfigError(f"{path}: capture: not used with stream = true; remove one of them")
     stages: list[Stage] = []
 
     def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
@@ -159,7 +159,7 @@ def stages_of(
         stages.append(Stage("synth", config, work, made, reads, facts, (*paths, "engine"), ("count",), synth.check))
 
     def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
-        """The trainer's source: a capture, or, streamed, the corpus itself."""
+        """The trainer's source: a capture or, with `stream`, the corpus itself."""
         if top.stream:
             return {"capture": None, "corpus": source}
         folder = out / name
@@ -186,7 +186,7 @@ def stages_of(
     drafters = {BASE: first}
 
     def mined(name: str, stage: str, given: Mapping[str, Any], **chosen: str) -> None:
-        """Prompts for the first drafter to go on with, and that training."""
+        """Adds the stages that mine prompts for the base drafter and train it on them."""
         assert top.train is not None
         values, reads = _beside(here, {**given, **chosen}, ("traces",), lambda name: trace_file(name)[1])
         folder = out / stage
@@ -213,7 +213,7 @@ def stages_of(
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
-        # The batch is not idle: a step full of rows has less room for drafts, and a round with fewer is shorter.
+        # The batch size is not idle: a step with more rows has less room for drafts, and rounds with fewer are shorter.
         stages.append(Stage(stage, config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
 
     if top.eval is not None:
@@ -227,7 +227,7 @@ def stages_of(
 
 
 def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
-    """A training's configuration from a TOML file (a recipe's [train], or its keys alone) and flags, which win.
+    """A training configuration from a TOML file (a recipe's [train], or only its keys) and flags, which override it.
 
     flags: dotted keys, such as recipe.budget.steps. Raises ConfigError naming file and key.
     """
@@ -251,12 +251,12 @@ def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
 
 
 def mine_config(values: Mapping[str, Any]) -> MineConfig:
-    """The configuration of `mine` from its keys. Raises ConfigError naming the key."""
+    """The configuration of `mine` from its keys. Raises ConfigError with the wrong key."""
     return fill(MineConfig, "mine", values, {})
 
 
 def eval_config(values: Mapping[str, Any]) -> EvalConfig:
-    """The configuration of `eval` from its keys. Raises ConfigError naming the key."""
+    """The configuration of `eval` from its keys. Raises ConfigError with the wrong key."""
     return fill(EvalConfig, "eval", values, {})
 
 
@@ -284,9 +284,9 @@ def _toml(path: Path) -> dict[str, Any]:
 def _beside(
     here: Path, table: Mapping[str, Any], keys: tuple[str, ...], file: Callable[[str], Path] = Path
 ) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """The table with the paths under `keys`, which are relative to the recipe, made whole; and these paths.
+    """The table with the paths under `keys` resolved relative to the recipe's folder, and the list of those paths.
 
-    file: the path in what is named, which may have something before it.
+    file: extracts the path from a value, which may have a prefix.
     """
 
     def whole(name: str) -> str:
@@ -307,7 +307,7 @@ def _beside(
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """The second's values over the first's, table by table."""
+    """The second mapping's values override the first's, table by table."""
     merged = dict(first)
     for key, value in second.items():
         before = merged.get(key)

@@ -1,14 +1,14 @@
-"""Stages that are done once: a chain of steps, each with a stamp of all that its result depends on.
+"""Resumable stages: a chain of steps, each with a stamp (a hash) of everything that its result depends on.
 
-A stage's stamp is a hash over its name, its configuration, the contents of the files that it reads from outside, and
-the stamps of the stages before it; not over where things lie, nor over what changes no result (`idle`). It is written
-twice to OUT/stamps/NAME.json: before the stage runs, and when it is done. So a stage that is done with the same stamp
-is passed over; one that was killed runs again and finds what it had made (every verb resumes on its own); so does one
-of which only what makes it larger has changed (`grows`); and any other whose stamp has changed begins from nothing, in
-an empty place.
+A stage's stamp is a hash over its name, its configuration, the contents of the external files that it reads, and the
+stamps of the stages before it; not over paths, nor over settings that do not change the result (`idle`). It is written
+to OUT/stamps/NAME.json before the stage runs, and again when it is done. A stage that is done with the same stamp is
+skipped. A stage that was killed runs again and continues from its partial result (every verb can resume). So does a
+stage of which only settings that extend its result have changed (`grows`). Any other stage with a changed stamp
+starts over: its outputs are removed.
 
-Before the first stage runs, every stage that is not done is asked what it needs: hours of work do not end for want of a
-package that the third stage imports.
+Before the first stage runs, the requirements of every unfinished stage are checked, so that hours of work are not lost
+because the third stage needs a package that is not installed.
 """
 
 import shutil
@@ -30,10 +30,10 @@ STAMPS = "stamps"
 
 
 class Run(Protocol):
-    """The function of a stage, as every verb has one."""
+    """The function of a stage; every verb has one."""
 
     def __call__(self, config: Any, console: Console) -> int:
-        """Does the stage's work; returns its status, 0 where all of it is done. Raises ConfigError."""
+        """Does the stage's work; returns its status, 0 if it is complete. Raises ConfigError."""
         ...
 
 
@@ -41,37 +41,37 @@ class Run(Protocol):
 class Stage:
     """One step of a chain.
 
-    `makes`: files and folders under OUT that are its own, and go when it begins from nothing.
+    `makes`: the stage's own files and folders under OUT; they are removed if it starts over.
     """
 
     name: str
     config: Record
     run: Run
     makes: tuple[Path, ...]
-    reads: tuple[Path, ...] = ()  # from outside: files, by content
-    facts: tuple[str, ...] = ()  # what else decides, such as the target's fingerprint
-    idle: tuple[str, ...] = ()  # keys of the configuration that change no result: paths, batches, devices
-    grows: tuple[str, ...] = ()  # keys that only add to what is there
+    reads: tuple[Path, ...] = ()  # external files, hashed by content
+    facts: tuple[str, ...] = ()  # other inputs of the result, such as the target's fingerprint
+    idle: tuple[str, ...] = ()  # keys of the configuration that do not change the result: paths, batches, devices
+    grows: tuple[str, ...] = ()  # keys that only extend an existing result
     check: Callable[[Any], object] = lambda config: None
-    """Called with the configuration before any stage runs; raises ConfigError where the stage lacks what it needs."""
+    """Called with the configuration before any stage runs; raises ConfigError if a requirement is missing."""
 
 
 class _Stamp(Record, frozen=True):
     stamp: str
     done: bool
-    ground: str = ""  # the stamp without what grows
-    seconds: float = 0.0  # of the run that ended it
+    ground: str = ""  # the stamp without the keys `grows`
+    seconds: float = 0.0  # duration of the run that completed it
 
 
 def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
-    """Runs what is not done, in order; returns 0, or the first status that is not 0, which ends the run.
+    """Runs the unfinished stages in order; returns 0, or the first nonzero status, which ends the run.
 
-    out: the folder of all that the stages make. Raises ConfigError, before any stage runs where one lacks what it
-    needs, and AssertionError where a stage that says it is done has not made what it should.
+    out: the folder of all outputs. Raises ConfigError before any stage runs if a requirement is missing, and
+    AssertionError if a stage returns 0 without having made its outputs.
     """
     with written(out):
         (out / STAMPS).mkdir(parents=True, exist_ok=True)
-    stamps: list[tuple[str, str]] = []  # of each stage: without what grows, and whole
+    stamps: list[tuple[str, str]] = []  # of each stage: without the keys `grows`, and complete
     for stage in stages:
         before = stamps[-1][1] if stamps else ""
         stamps.append((stamp_of(stage, before, stage.grows), stamp_of(stage, before)))
@@ -100,13 +100,13 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
         seconds = round(clock.monotonic() - began, 2)
         console.print(f"{title}: {seconds:,.0f} s", style="dim", markup=False, highlight=False)
         missing = [str(made) for made in stage.makes if not made.exists()]
-        assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
+        assert not missing, f"stage {stage.name} did not make {', '.join(missing)}"
         save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground, seconds=seconds)))
     return 0
 
 
 def seconds_of(stage: Stage, out: Path) -> float | None:
-    """What the run that ended the stage took, loading included; None where it is not done."""
+    """Duration of the run that completed the stage, loading included; None if it is not done."""
     found = _read(_stamp_file(stage, out))
     return found.seconds if found is not None and found.done else None
 
@@ -121,9 +121,9 @@ def _stamp_file(stage: Stage, out: Path) -> Path:
 
 
 def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
-    """The stamp in hex, over all but the keys `without` and those that are idle. before: the stamp of the stage before.
+    """The stamp in hex, over all keys but those in `without` and the idle ones. before: the previous stage's stamp.
 
-    Raises ConfigError where a file that the stage reads is not there.
+    Raises ConfigError if a file that the stage reads does not exist.
     """
     parts = blake2b(digest_size=16)
     for fact in (stage.name, before, *stage.facts):
@@ -143,14 +143,14 @@ def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
 
 
 def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
-    """A configuration from a recipe's table and what the recipe itself decides (`paths`, which no table may set).
+    """A configuration from a recipe's table and the keys that the recipe sets itself (`paths`; no table may set them).
 
-    place: "FILE: table" as messages begin. Raises ConfigError naming table.key.
+    place: "FILE: table", the prefix of messages. Raises ConfigError naming table.key.
     """
     known = set(kind.__struct_fields__)
     for key in table:
         if key in paths:
-            raise ConfigError(f"{place}.{key}: the recipe decides it; leave it out")
+            raise ConfigError(f"{place}.{key}: set by the recipe itself; remove it")
         if key not in known:
             settable = ", ".join(sorted(known - set(paths)))
             raise ConfigError(f"{place}.{key}: no such key; expected one of {settable}")
@@ -162,11 +162,11 @@ def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mappin
 
 
 def _empty(stage: Stage, out: Path, console: Console) -> None:
-    """Removes what the stage has made with another stamp."""
+    """Removes the stage's outputs that were made with another stamp."""
     for made in stage.makes:
         if made.exists():
             console.print(
-                f"{made}: made with other settings; begins from nothing", style="yellow", highlight=False, markup=False
+                f"{made}: made with other settings; starts over", style="yellow", highlight=False, markup=False
             )
         with written(made):
             _remove(made, out)

@@ -1,8 +1,8 @@
-"""The agent of a machine: it joins a server and runs the workers that this orders (`redline agent`).
+"""The agent of a machine: it joins a server and runs the workers that the server orders (`redline agent`).
 
-It decides nothing: which workers run, when one that has ended is started again, and when none is any more, are the
-server's orders. What it holds to by itself: a worker runs only while its server is heard of, only one start of a worker
-runs at a time, and none outlives the agent.
+The agent decides nothing: the server's orders set which workers run, and when a worker that has ended is restarted or
+given up. The agent itself guarantees three things: its workers run only while the server answers, only one start of a
+worker runs at a time, and no worker outlives the agent.
 """
 
 import asyncio
@@ -30,24 +30,25 @@ from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused, Running
 from redline.worker.config import WorkerConfig
 
-REJOIN = 10  # words in a row that nobody answers, after which the server is looked for anew: its address may be another
-ALONE = 60  # likewise, after which its workers are ended: nobody hears them
-LEAVE = 5  # likewise, where the agent itself is to end: nobody will tell its workers to
+# In status messages (one every SAY_S) that the server leaves unanswered in a row:
+REJOIN = 10  # reconnect, and resolve the server's address again
+ALONE = 60  # kill the workers: the server is down
+LEAVE = 5  # exit if the agent is leaving: the server will not order its workers to stop
 
 log = logging.getLogger("redline.fleet")
 
 
 class AgentConfig(NamedTuple):
-    """What an agent is told."""
+    """The command line of `redline agent`."""
 
     join: str  # tcp://HOST:PORT of the server
     key_file: Path
     name: str  # of this machine
-    listen: str | None = None  # this machine's address; None: the one on the way to the server
+    listen: str | None = None  # this machine's address; None: the source address of its route to the server
 
 
 def run_agent(config: AgentConfig) -> int:
-    """Join, and run workers until one of STOP_SIGNALS comes: 0. Raises ConfigError for what it was told wrongly."""
+    """Join, and run workers until one of STOP_SIGNALS arrives; returns 0. Raises ConfigError for a wrong `config`."""
     check_process()
     agent = agent_of(config)
     with lines_on_stderr("info", as_json=False):
@@ -55,9 +56,9 @@ def run_agent(config: AgentConfig) -> int:
 
 
 def agent_of(config: AgentConfig) -> "Agent":
-    """An agent that has not joined yet. Raises ConfigError for what it is told wrongly.
+    """An agent that has not joined yet. Raises ConfigError for a wrong `config`.
 
-    The bound on open files is raised, of this process and of the workers that it starts.
+    Raises the limit on open files of this process, which its workers inherit.
     """
     open_files()
     host, port = check_join(config.join, "--join")
@@ -65,7 +66,7 @@ def agent_of(config: AgentConfig) -> "Agent":
     listen = config.listen or address_towards(host, port)
     if listen is None:
         raise ConfigError(
-            f"--join: no way is known to {host}; is its name right? --listen names this machine's address"
+            f"--join: there is no route to {host}; is its name right? --listen sets this machine's address"
         )
     check_address(listen, "--listen")
     return Agent(config.join, key, config.name, listen)
@@ -74,7 +75,7 @@ def agent_of(config: AgentConfig) -> "Agent":
 async def _until_told(agent: "Agent") -> int:
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup sets it to SIG_IGN
             loop.add_signal_handler(number, agent.leave)
     await agent.live()
     return 0
@@ -87,7 +88,7 @@ class _Started:
     server: str
     epoch: int
     process: LocalProcess | None  # None: it could not be started
-    ended: str | None = None  # how
+    ended: str | None = None  # how it ended, such as " with code 1"; None: it runs
 
     @property
     def runs(self) -> bool:
@@ -95,35 +96,35 @@ class _Started:
 
 
 class Agent:
-    """The workers of one machine. `live` until told to `leave`."""
+    """The workers of one machine. Run `live`, until `leave` is called."""
 
     def __init__(self, join: str, key: str, name: str, listen: str) -> None:
-        """join: tcp://HOST:PORT of the server. listen: this machine's address, at which it and its workers listen."""
+        """join: tcp://HOST:PORT of the server. listen: this machine's address, where agent and workers listen."""
         self.name = name
         self._join = join
         self._key = key
         self._listen = listen
         self._life = secrets.token_hex(8)
         self._inbox = ""
-        self._server = ""  # whose orders are followed
+        self._server = ""  # id of the server that the orders come from
         self._orders: dict[str, Order] = {}
         self._started: dict[str, _Started] = {}
-        self._unanswered = 0  # words since the server was heard
+        self._unanswered = 0  # status messages sent since the server's last answer
         self._refused = ""
-        self._told_unanswered = False  # that no server has answered yet has been logged
+        self._told_unanswered = False  # it has been logged that no server has answered yet
         self._leaving = self._at_once = False
         self._changed = asyncio.Event()
         self._parcels: Path | None = None
         self._watching: set[asyncio.Task[None]] = set()
 
     def leave(self) -> None:
-        """Have it start nothing more, and end once its workers have been told to and have; a second time: at once."""
+        """Start nothing more, and exit once the server has stopped the workers; on the second call, exit at once."""
         self._at_once, self._leaving = self._leaving, True
         self._changed.set()
 
     async def live(self) -> None:
-        """Join, again and again, and run what is ordered; then no process of it is left. Raises ConfigError where
-        nothing can listen here."""
+        """Keep joining, and run the ordered workers; kills them all at the end. Raises ConfigError if `listen` cannot
+        be bound."""
         door: SocketOutbox | None = None
         with AsyncSocketInbox(f"tcp://{self._listen}:*", self._key.encode()) as inbox:
             self._inbox = inbox.address
@@ -154,21 +155,21 @@ class Agent:
         return self._leaving and (alone or not any(started.runs for started in self._started.values()))
 
     async def _pause(self) -> None:
-        """Until there is something to say, or for SAY_S. Seconds are counted by waking up in each: while this machine
-        sleeps, none pass."""
+        """Wait for a change to report, or SAY_S. Unanswered messages are counted by wake-ups, so that the time in which
+        this machine is suspended does not count."""
         self._changed.clear()
         try:
-            async with asyncio.timeout(SAY_S):  # `wait_for` may swallow that it is cancelled (Python 3.11)
+            async with asyncio.timeout(SAY_S):  # `wait_for` may swallow a cancellation (Python 3.11)
                 await self._changed.wait()
         except TimeoutError:
             self._unanswered += 1
         if self._unanswered == ALONE and self._server:
-            log.error("%s has not been heard of for %d s: its workers are ended", self._join, ALONE)
+            log.error("no message from %s for %d s: its workers are killed", self._join, ALONE)
             self._server, self._orders = "", {}
             self._follow()
 
     def _tell_unanswered(self, failed: int) -> None:
-        """Log once why no server has answered yet. failed: connections to it that it has closed at once."""
+        """Log once why no server has answered yet. failed: connections that the server closed during the handshake."""
         if self._server or self._told_unanswered:
             return
         if failed:
@@ -199,8 +200,8 @@ class Agent:
         while True:
             try:
                 messages = await inbox.get()
-            except (msgspec.MsgspecError, struct.error) as error:  # who has the key has another version
-                log.error("%s says what is not understood: %s", self._join, error)
+            except (msgspec.MsgspecError, struct.error) as error:  # the sender has the key, but another version
+                log.error("%s sent a message that cannot be decoded: %s", self._join, error)
                 continue
             for message in messages:
                 match message:
@@ -208,20 +209,21 @@ class Agent:
                         self._obey(message)
                     case Refused():
                         if message.reason != self._refused:
-                            log.error("not taken in: %s", message.reason)
+                            log.error("the server refused this agent: %s", message.reason)
                         self._refused = message.reason
                     case _:
-                        pass  # Missed among them: what is lost is said again
+                        pass  # including Missed: every message is repeated with the full state
 
     def _obey(self, orders: Orders) -> None:
         self._unanswered, self._refused = 0, ""
         if orders.server != self._server:
-            log.info("%s has taken %s in", self._join, self.name)
+            log.info("%s has accepted %s", self._join, self.name)
         self._server, self._orders = orders.server, {order.name: order for order in orders.workers}
         self._follow()
 
     def _follow(self) -> None:
-        """End what is not ordered any more, and start what is and has not been; one start of a worker at a time."""
+        """Kill workers that are no longer ordered, and start ordered ones that do not run, one start of each at a
+        time."""
         for name, started in list(self._started.items()):
             order = self._orders.get(name)
             if order is not None and (order.epoch, self._server) == (started.epoch, started.server):
@@ -239,7 +241,7 @@ class Agent:
         try:
             config = msgspec.json.decode(order.config, type=WorkerConfig)
             if not config.outbox.startswith("tcp://"):
-                raise ConfigError(f"its words are to go to {config.outbox}, which is not on the network")
+                raise ConfigError(f"its messages would go to {config.outbox}, which is not on the network")
             if config.transport in WITHIN_A_HOST and self._parcels is None:
                 self._parcels = folder_for_parcels(1)
             config = msgspec.structs.replace(
@@ -283,7 +285,7 @@ def check_name(text: str) -> str:
 
 
 def this_host() -> str:
-    """What this machine calls itself."""
+    """The host name of this machine."""
     with suppress(OSError):
         return os.uname().nodename
     return "here"

@@ -1,8 +1,8 @@
-"""Agents that Ray starts: for each worker an actor, in a bundle of one placement group, on whichever machine has room.
+"""Agents that Ray starts: one actor per worker, in a bundle of one placement group, on any machine with room.
 
-Ray places agents and starts them again with their machine; an agent then joins the server as any other does, and no
-order, prompt or token goes through Ray. A process beside the server is Ray's driver, so the API imports none of it. Its
-actors end with it, and it ends with the server.
+Ray places agents and restarts them when their machine fails; an agent then joins the server as any other does, and no
+order, prompt or token goes through Ray. The Ray driver is a separate process next to the server, so the API process
+does not import Ray. The actors end with the driver, and the driver ends with the server.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS
 from redline.wire.base import Record
 
-AGAIN_S = 5.0  # before the driver is started again: a cluster may be late, or have gone
-LOOK_S = 5.0  # between two words that there is no room yet
-END_S = 15.0  # for the driver to take its actors away
+AGAIN_S = 5.0  # pause before the driver is restarted: the Ray cluster may not be up yet, or may be down
+LOOK_S = 5.0  # between two warnings that the placement group has no room yet
+END_S = 15.0  # for the driver to remove its actors
 
 log = logging.getLogger("redline.fleet")
 
 
 class Bundle(Record, frozen=True):
-    """What the agent of one worker is given of one machine."""
+    """The resources of one worker's agent on one machine."""
 
-    name: str  # of the worker, and of its machine
+    name: str  # of the worker, and of the agent
     cpus: int
     gpus: int
 
@@ -53,20 +53,20 @@ class Told(Record, frozen=True):
 
 
 def bundle_of(place: Place) -> Bundle:
-    """GPUs by its ranks, unless it is told to run on the CPU; processors by its cores, one for each rank otherwise."""
+    """One GPU per rank, or none with device = "cpu"; one CPU per entry of `cores`, by default one per rank."""
     gpus = 0 if place.engine.device == "cpu" else place.engine.ranks
     return Bundle(name=place.name, cpus=len(place.cores) or place.engine.ranks, gpus=gpus)
 
 
 def check_ray() -> None:
-    """Raises ConfigError where Ray is not installed."""
+    """Raises ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError("cluster.kind is \"ray\", which is not installed: pip install 'redline[ray]'")
 
 
 @asynccontextmanager
 async def agents_by_ray(config: ServeConfig, join: str) -> AsyncGenerator[None]:
-    """While inside, Ray has an agent for each worker, which joins at `join`."""
+    """While inside, Ray runs an agent for each worker, which joins at `join`."""
     assert config.cluster is not None
     told = Told(join=join, key_file=config.cluster.key_file, bundles=tuple(map(bundle_of, config.places)))
     keeping = asyncio.create_task(_keep(told))
@@ -78,7 +78,7 @@ async def agents_by_ray(config: ServeConfig, join: str) -> AsyncGenerator[None]:
 
 
 async def _keep(told: Told) -> None:
-    """One driver after another, until cancelled."""
+    """Run a driver, and restart it when it ends, until cancelled."""
     while True:
         driver = _start(told)
         try:
@@ -87,13 +87,13 @@ async def _keep(told: Told) -> None:
         except asyncio.CancelledError:
             _end(driver)
             raise
-        log.error("Ray's driver has ended with code %d; it is started again in %g s", driver.returncode, AGAIN_S)
+        log.error("the Ray driver has ended with code %d; it is restarted in %g s", driver.returncode, AGAIN_S)
         _end(driver)
         await asyncio.sleep(AGAIN_S)
 
 
 def _start(told: Told) -> "subprocess.Popen[bytes]":
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as a worker: it ends with its pipe alone
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as for a worker: it ends only with its pipe
     try:
         driver = subprocess.Popen([sys.executable, "-m", "redline.fleet.by_ray"], stdin=subprocess.PIPE)
     finally:
@@ -120,7 +120,7 @@ def _end(driver: "subprocess.Popen[bytes]") -> None:
 
 
 class AgentActor:
-    """An agent in a process of Ray's; where Ray starts the process again, there is a new one."""
+    """An agent in a Ray worker process. If Ray restarts the process, a new agent is created."""
 
     def __init__(self, join: str, key_file: str, name: str) -> None:
         """Raises ConfigError for a key file that this machine does not have."""
@@ -131,26 +131,26 @@ class AgentActor:
                 with lines_on_stderr("info", as_json=False):
                     asyncio.run(agent.live())
             finally:
-                os._exit(1)  # an actor without an agent would be of no use to anybody
+                os._exit(1)  # an actor without an agent is useless; Ray restarts it
 
         threading.Thread(target=live, name="agent", daemon=True).start()
         threading.Thread(target=_leave_with, args=(os.getppid(),), name="parent", daemon=True).start()
 
     def is_there(self) -> bool:
-        """Once it answers, it is."""
+        """Ray answers the call once the actor has started."""
         return True
 
 
 def _leave_with(parent: int) -> None:
-    """Where Ray's own process of this machine has ended, Ray starts the actor elsewhere, and does not always end it
-    here: two agents of one name would be left."""
+    """Exit when the parent process ends. If the raylet of this machine dies, Ray starts the actor elsewhere but does
+    not always kill it here, which would leave two agents with one name."""
     while os.getppid() == parent:
         clock.sleep(1.0)
     os._exit(1)
 
 
 def main() -> int:
-    """The driver: what is told on standard input is kept running until that ends."""
+    """The driver: keeps the agents that it reads from standard input running until standard input is closed."""
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=Told)
     ended = threading.Event()
 
@@ -162,7 +162,7 @@ def main() -> int:
     with lines_on_stderr("info", as_json=False):
         try:
             _drive(told, ended)
-        except Exception as error:  # the last place: one line, and the server starts another
+        except Exception as error:  # the outermost handler: one line, and the server starts another driver
             log.error("Ray: %s", str(error).strip().splitlines()[-1])
             return 1
     return 0
@@ -172,7 +172,7 @@ def _drive(told: Told, ended: threading.Event) -> None:
     ray: Any = import_module("ray")
     groups: Any = import_module("ray.util.placement_group")
     strategies: Any = import_module("ray.util.scheduling_strategies")
-    ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)  # the cluster, as RAY_ADDRESS has it
+    ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)  # the cluster at RAY_ADDRESS
     try:
         bundles = [_resources(bundle) for bundle in told.bundles]
         group = groups.placement_group(bundles, strategy="SPREAD")
@@ -205,5 +205,5 @@ def _resources(bundle: Bundle) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    # By its own name: an actor's class travels as where it is imported from, and "__main__" is another thing there.
+    # Ray pickles an actor's class by its module name, and "__main__" is another module in the actor's process.
     sys.exit(import_module("redline.fleet.by_ray").main())

@@ -1,7 +1,7 @@
-"""What the machines of one deployment share: a secret, and addresses at which they can reach one another.
+"""The shared key of a deployment's machines, and the addresses at which they reach one another.
 
-The secret is the whole of their trust: whoever has it may have workers started, read prompts and write answers, so it
-is read from a file that others cannot read, and is long enough that nobody finds it by trying.
+The key is the only authentication between machines: with it one can start workers, read prompts and write answers. So
+it is read from a file that other users cannot read, and it is too long to be guessed.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ MAKE_KEY = "openssl rand -hex 32"
 
 
 def read_key(path: Path, place: str) -> str:
-    """The shared key in a file, without the blanks around it. Raises ConfigError, naming `place`."""
+    """The shared key in a file, stripped of whitespace. Raises ConfigError, naming `place`."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         text = path.read_text(encoding="utf-8").strip()
@@ -27,14 +27,14 @@ def read_key(path: Path, place: str) -> str:
         raise ConfigError(f"{place}: every user of this machine can use {path}: chmod o= {path}")
     if len(text) < LEAST_KEY:
         raise ConfigError(
-            f"{place}: {path} has {len(text)} characters; expected {LEAST_KEY} at least, that nobody can guess: "
+            f"{place}: {path} has {len(text)} characters; expected at least {LEAST_KEY} random ones: "
             f"{MAKE_KEY} > {path}"
         )
     return text
 
 
 def check_listen(text: str, place: str) -> None:
-    """Raises ConfigError, naming `place`, for what is not ADDRESS:PORT with an address that others can be told."""
+    """Raises ConfigError, naming `place`, unless `text` is ADDRESS:PORT with an address that other machines can use."""
     address, _, port = text.rpartition(":")
     if not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
         raise ConfigError(f"{place} is {text!r}; expected ADDRESS:PORT, such as 10.0.0.1:7600")
@@ -42,16 +42,16 @@ def check_listen(text: str, place: str) -> None:
 
 
 def check_address(text: str, place: str) -> None:
-    """Raises ConfigError, naming `place`, for what is not the IPv4 address of one interface."""
+    """Raises ConfigError, naming `place`, unless `text` is the IPv4 address of one interface."""
     try:
         address = ipaddress.IPv4Address(text)
     except ValueError:
         raise ConfigError(
-            f"{place} is at {text!r}; expected the IPv4 address of this machine by which the others reach it"
+            f"{place} is at {text!r}; expected the IPv4 address by which other machines reach this one"
         ) from None
     if address.is_unspecified:
         raise ConfigError(
-            f"{place} is at {text}, every network of this machine; name the one address by which the others reach it"
+            f"{place} is at {text}, all addresses of this machine; give the one by which other machines reach it"
         )
 
 
@@ -64,7 +64,7 @@ def check_join(text: str, place: str) -> tuple[str, int]:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This machine's own IPv4 address on the way to another; None where no way is known. Nothing is sent."""
+    """This machine's own IPv4 address on the route to `host`; None if there is no route. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, port))

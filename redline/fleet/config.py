@@ -1,87 +1,87 @@
-"""A deployment: one TOML file, or one checkpoint folder and flags. What is absent is off, or derived.
+"""A deployment: one TOML file, or one checkpoint folder and flags. An absent key is off, or its value is derived.
 
-weights = "weights/kimi-k2.6"          # the one key that must be there
+weights = "weights/kimi-k2.6"          # the only required key
 
 host = "127.0.0.1"
 port = 8000
-api_replicas = 2                       # processes with the API that share the port; 1 where nothing is said
-served_model_name = ["kimi-k2.6"]      # absent: the folder's name
-keys_file = "keys.txt"                 # names and API keys, one per line; absent: everyone is served
-responses_file = "responses.sqlite"   # where /v1/responses keeps them; absent: nowhere
-reasoning_field = "reasoning_content"  # the name of the thinking in a chat's answers; or "reasoning", as in newer vLLM
-cors_origins = ["https://chat.example"]   # pages of other origins that may ask here; absent: none
+api_replicas = 2                       # API processes that share the port; default 1
+served_model_name = ["kimi-k2.6"]      # default: the folder's name
+keys_file = "keys.txt"                 # names and API keys, one per line; absent: requests need no key
+responses_file = "responses.sqlite"   # where /v1/responses stores responses; absent: they are not stored
+reasoning_field = "reasoning_content"  # field with the reasoning of a chat's answer; or "reasoning", as in newer vLLM
+cors_origins = ["https://chat.example"]   # other origins whose pages may send requests (CORS); absent: none
 log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
 access_log = "json"                    # each request's line is a JSON object; or "text"
-drain_s = 30                           # seconds for running answers once the server stops
-admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: any free one and a key
-                                       # that the start prints; none with a keys_file or beyond this machine
-admin_keys_file = "admin-keys.txt"     # whose keys they ask for
-metrics_port = 9090                    # /metrics there too, on `host` and without a key; absent: it is not
-page = false                           # no page at /; absent: it is there, and asks for a key where keys_file is set
-unix_socket = "/run/redline.sock"      # in place of host and port
+drain_s = 30                           # seconds that running answers get to finish once the server stops
+admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: any free port, with a key
+                                       # printed at the start; no admin port if keys_file is set or host is not loopback
+admin_keys_file = "admin-keys.txt"     # keys that the admin routes accept
+metrics_port = 9090                    # serves /metrics on `host` without a key too; absent: no such port
+page = false                           # no page at /; default: a page, which asks for a key if keys_file is set
+unix_socket = "/run/redline.sock"      # replaces host and port
 tls_cert = "cert.pem"                  # HTTPS; with tls_key
 tls_key = "key.pem"
 
-[per_key]                              # of each name in keys_file whose line says nothing else
+[per_key]                              # default rate limits of each name in keys_file
 requests_per_s = 10
 concurrency = 16
 tokens_per_minute = 200000
 tokens_per_day = 50000000
 
 [requests]
-default_max_tokens = 4096              # of an answer where the request is silent; absent: what the context holds
-most_max_tokens = 32768                # that a request may ask for
-timeout_s = 600                        # from a request's arrival to its last token
-queue_tokens = 500000                  # of prompts that wait, before new requests get 503
+default_max_tokens = 4096              # max_tokens of a request that sets none; absent: up to the context length
+most_max_tokens = 32768                # highest max_tokens that a request may set
+timeout_s = 600                        # seconds from a request's arrival to its last token
+queue_tokens = 500000                  # prompt tokens that may be queued before new requests get 503
 
-[sla.default]                          # what requests are promised; absent: nothing, and nothing is counted
-ttft_ms = 2000                         # to the first token
-itl_ms = 50                            # between two tokens
+[sla.default]                          # SLO targets of requests; absent: no targets, and attainment is not counted
+ttft_ms = 2000                         # time to the first token
+itl_ms = 50                            # inter-token latency
 
-[sla.interactive]                      # of keys whose line in keys_file says sla=interactive
+[sla.interactive]                      # SLO targets of the keys with sla=interactive in keys_file
 ttft_ms = 500
 itl_ms = 30
 
-[steer]                                # workers take other roles as the traffic asks; absent: they keep theirs
-every_s = 5                            # between two looks at the traffic
-spare_s = 300                          # for so long fewer workers have to be enough, before one ends
+[steer]                                # switches roles of workers to follow the traffic; absent: roles are fixed
+every_s = 5                            # seconds between two evaluations of the traffic
+spare_s = 300                          # seconds for which fewer workers must suffice before one is stopped
 
 [engine]
 kv_memory = "8GB"
 max_model_len = 65536
-step_ms = 80                           # that prompts may stretch a step beside answers to; absent: to any time
-kv_dtype = "fp8"                       # bf16 where nothing is said
-host_memory = "32GB"                   # of each worker, for contexts that kv_memory forgets; absent: none
-disk = "pages"                         # a folder for what host_memory gives up; absent: none
-disk_size = "500GB"                    # of each worker, there; with disk
+step_ms = 80                           # limit in ms of a step that mixes prefill and decode; absent: no limit
+kv_dtype = "fp8"                       # default bf16
+host_memory = "32GB"                   # per worker, KV offload tier for pages evicted from kv_memory; absent: none
+disk = "pages"                         # folder of the disk tier, for pages evicted from host_memory; absent: none
+disk_size = "500GB"                    # per worker, size of the disk tier; with disk
 
-[engine.speculation]                   # absent: none
-type = "learned"                       # by a drafter of this model; or "suffix", which needs none
-drafter = "weights/kimi-k2.6-eagle3"   # its folder
-head_bits = 8                          # how its head is kept; 16 where nothing is said
+[engine.speculation]                   # speculative decoding; absent: none
+type = "learned"                       # a drafter trained for this model; or "suffix", which needs none
+drafter = "weights/kimi-k2.6-eagle3"   # the drafter's folder
+head_bits = 8                          # bits per weight of the drafter's head; default 16
 
 [handoff]
-transport = "nixl"                     # how prompts travel from worker to worker; "auto" where nothing is said
+transport = "nixl"                     # transport for KV transfers between workers; default "auto"
 
 [cluster]                              # other machines; absent: all workers are on this one
 listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
-key_file = "cluster.key"               # a secret that all of them share
+key_file = "cluster.key"               # a secret that all machines share
 
-[events]                               # what is cached where, for routers that know vLLM's KV events; absent: not told
-endpoint = "tcp://127.0.0.1:5557"      # the first worker's; the next has the next port
-replay = "tcp://127.0.0.1:5657"        # where a router asks for what it has missed; absent: nowhere
-topic = "kv"                           # of each message; nothing where nothing is said
+[events]                               # KV cache events, for routers that read vLLM's format; absent: not published
+endpoint = "tcp://127.0.0.1:5557"      # address of the first worker; the next worker has the next port
+replay = "tcp://127.0.0.1:5657"        # address for requests to replay missed events; absent: no replay
+topic = "kv"                           # topic of each message; default: empty
 
-[[workers]]                            # once for each kind; absent: one worker that does everything
-role = "prefill"                       # computes prompts for others; "decode" answers; "both"
+[[workers]]                            # one table per kind of worker; absent: one worker that does everything
+role = "prefill"                       # computes prompts for decode workers; or "decode", or "both"
 count = 1
-least = 1                              # of these, that run in any case, the first; the others while [steer] wants them
-devices = [0, 1]                       # GPUs, shared out among them; absent: all that are visible
-cores = [0]                            # of the CPU, each may use all of these; absent: all
-engine = { step_tokens = 4096 }        # what differs from [engine]
-at = "gpu-1"                           # the machine, as its agent calls it; absent: this one
-weights = "/srv/kimi-k2.6"             # the checkpoint's folder on that machine; absent: at the same path as here
-drafter = "/srv/kimi-k2.6-eagle3"      # the drafter's folder there; absent: likewise
+least = 1                              # the first `least` of them always run; [steer] starts and stops the others
+devices = [0, 1]                       # GPUs, divided among the `count` workers; absent: all visible GPUs
+cores = [0]                            # CPU cores that each worker may use; absent: all
+engine = { step_tokens = 4096 }        # keys that differ from [engine]
+at = "gpu-1"                           # the name of the machine's agent; absent: this machine
+weights = "/srv/kimi-k2.6"             # the checkpoint's folder on that machine; absent: the same path as here
+drafter = "/srv/kimi-k2.6-eagle3"      # the drafter's folder on that machine; absent: the same path as here
 """
 
 import difflib
@@ -115,12 +115,12 @@ from redline.worker.config import (
     new_spelling,
 )
 
-ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
-MOST_DRAFTS = 15  # of one row in a step; more never pay
-LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # that a step beside answers may take, where that is bounded
-MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
+ADMIN_HOST = "127.0.0.1"  # the admin routes are reachable from this machine only; use a proxy or a tunnel from others
+MOST_DRAFTS = 15  # draft tokens of one row in a step; more never pay
+LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # range of step_ms, the time limit of a mixed step
+MOST_REPLICAS = 16  # of the API; every worker sends its status messages to each replica
 
-# The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
+# Upper bounds of the number keys. Except for step_tokens, the machine or the model sets a limit far below these.
 _MOST = {
     "kv_memory": 2**50,
     "host_memory": 2**50,
@@ -133,7 +133,7 @@ _MOST = {
     "random_weights": 1000,
 }
 
-_SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be texts such as 8GB
+_SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be strings such as 8GB
 
 _FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
 
@@ -143,7 +143,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class Requests(Record, frozen=True):
-    """What every request may ask for; `redline.api.config.Limits` says what its fields mean."""
+    """Limits of every request; `redline.api.config.Limits` documents the fields."""
 
     default_max_tokens: Count | None = None
     most_max_tokens: Count | None = None
@@ -152,10 +152,10 @@ class Requests(Record, frozen=True):
 
 
 class Handoff(Record, frozen=True):
-    """How workers hand prompts over to one another."""
+    """KV transfer between prefill and decode workers."""
 
-    # From GPU to GPU of one host ("peer"), or memory that processes of a host share ("shared"); "auto": the first where
-    # two workers can, and else the second; "nixl": over NIXL, host memory.
+    # "peer": from GPU to GPU of one host. "shared": through shared memory of one host. "auto": "peer" if both workers
+    # support it, else "shared". "nixl": NIXL, from host memory to host memory.
     transport: TransportName = "auto"
 
 
@@ -163,35 +163,35 @@ Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
 
 
 class Steer(Record, frozen=True):
-    """How the roles of workers, and how many run, follow the traffic (`redline.fleet.steer`)."""
+    """Role switches and autoscaling: the roles and the number of workers follow the traffic (`redline.fleet.steer`)."""
 
-    every_s: Seconds = 5.0  # between two looks at it
-    window_s: Seconds = 60.0  # of traffic, that a look goes by
-    rest_s: Seconds = 30.0  # at least, between two changes
-    horizon_s: Seconds = 300.0  # over which a change has to pay
-    spare_s: Seconds = 300.0  # for so long fewer workers have to be enough, before one ends
+    every_s: Seconds = 5.0  # between two evaluations
+    window_s: Seconds = 60.0  # of recent traffic that an evaluation uses
+    rest_s: Seconds = 30.0  # minimum between two changes
+    horizon_s: Seconds = 300.0  # over which a change has to pay for itself
+    spare_s: Seconds = 300.0  # for which fewer workers must suffice before one is stopped
 
 
 class Cluster(Record, frozen=True):
-    """Machines beside the one that serves."""
+    """Machines other than the one that serves the API."""
 
-    listen: str  # ADDRESS:PORT, where their agents join; the address is that by which they reach this machine
-    key_file: str  # the secret that all machines share, at the same path on each where Ray starts the agents
-    kind: Literal["agents", "ray"] = "agents"  # who starts the agents: an operator, or Ray, for each worker one
+    listen: str  # ADDRESS:PORT, where agents join; ADDRESS is the one by which other machines reach this machine
+    key_file: str  # the secret that all machines share; if Ray starts the agents, at the same path on each machine
+    kind: Literal["agents", "ray"] = "agents"  # "agents": an operator starts them; "ray": Ray starts one per worker
 
 
 class Events(Record, frozen=True):
-    """Where workers tell of their prefix caches in vLLM's format. Whoever connects is told, without a key."""
+    """Where workers publish KV cache events in vLLM's format. Subscribers need no key."""
 
     endpoint: (
         str  # tcp://ADDRESS:PORT or ipc://PATH, of the first worker; the others have the next ports, or PATH.1 ...
     )
-    replay: str | None = None  # likewise; None: what was missed is not said again
+    replay: str | None = None  # an address in the same form; None: missed events are not sent again
     topic: str = ""  # of each message
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches them."""
+        """Whether the endpoints are reachable from this machine only."""
         hosts = [_TCP.fullmatch(address) for address in (self.endpoint, self.replay or "")]
         return all(is_loopback(host[1].strip("[]")) for host in hosts if host is not None)
 
@@ -200,9 +200,9 @@ _TABLES: dict[str, type[Record]] = {
     "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "steer": Steer, "cluster": Cluster,
     "events": Events,
 }  # fmt: skip
-_TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # an address of the internet
-_EVERY = {"*", "0.0.0.0", "[::]"}  # all addresses of a machine
-_NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # what a worker, or a class of requests, may be called
+_TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # a ZeroMQ TCP address
+_EVERY = {"*", "0.0.0.0", "[::]"}  # hosts that mean all addresses of a machine
+_NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # the name of a worker, or of a class of requests
 
 
 class Workers(Record, frozen=True):
@@ -210,32 +210,32 @@ class Workers(Record, frozen=True):
 
     role: Role = "both"
     count: Annotated[int, Meta(ge=1, le=64)] = 1
-    # Of these, that run in any case, the first of them; the others run while [steer] wants them. None: all.
+    # The first `least` workers always run; [steer] starts and stops the others. None: all always run.
     least: Annotated[int, Meta(ge=0, le=64)] | None = None
     name: str | None = None  # None: its role, or "worker"
-    devices: tuple[int, ...] = ()  # GPUs, shared out among `count` workers; none: all that are visible
-    cores: tuple[int, ...] = ()  # of the CPU, that each may run on; none: all
-    engine: EngineConfig = EngineConfig()  # what [engine] says, and over it the kind's own keys
-    at: str | None = None  # the machine, as its agent calls it; None: this one
-    weights: str | None = None  # on that machine; None: at the same path as here
-    drafter: str | None = None  # likewise
+    devices: tuple[int, ...] = ()  # GPUs, divided among `count` workers; empty: all visible GPUs
+    cores: tuple[int, ...] = ()  # CPU cores that each worker may run on; empty: all
+    engine: EngineConfig = EngineConfig()  # the keys of [engine], overridden by the kind's own
+    at: str | None = None  # the name of the machine's agent; None: this machine
+    weights: str | None = None  # the checkpoint's folder on that machine; None: the same path as here
+    drafter: str | None = None  # the drafter's folder on that machine; None: the same path as here
 
 
 class Place(NamedTuple):
-    """One worker of a deployment: what it is called, what it does and where."""
+    """One worker of a deployment: its name, role, configuration and machine."""
 
     name: str
     role: Role
     engine: EngineConfig
     devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
-    transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
-    tells_cache: bool = False  # for whoever chooses among several workers
-    events: EventsConfig | None = None  # None: it tells none
-    at: str | None = None  # the machine, where that is another
-    weights: str | None = None  # where the checkpoint is there
-    alone: bool = False  # no other worker of the deployment has its GPUs
-    spare: bool = False  # it runs only while it is wanted
+    transport: TransportName | None = None  # of its KV transfers; None: it neither sends nor receives prompts
+    tells_cache: bool = False  # it reports its cached pages to the router, which chooses among several workers
+    events: EventsConfig | None = None  # None: it publishes no KV cache events
+    at: str | None = None  # the name of another machine's agent; None: this machine
+    weights: str | None = None  # the checkpoint's folder on that machine
+    alone: bool = False  # no other worker of the deployment uses its GPUs
+    spare: bool = False  # it runs only while the autoscaler wants it
 
 
 class ServeConfig(Record, frozen=True):
@@ -244,20 +244,21 @@ class ServeConfig(Record, frozen=True):
     weights: str  # the checkpoint's folder
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
-    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS)] = 1  # processes with the API that share the port
-    served_model_name: tuple[str, ...] = ()  # none: the folder's name
-    keys_file: str | None = None  # None: no key is asked for
-    responses_file: str | None = None  # None: /v1/responses keeps nothing
+    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS)] = 1  # API processes that share the port
+    served_model_name: tuple[str, ...] = ()  # empty: the folder's name
+    keys_file: str | None = None  # None: requests need no key
+    responses_file: str | None = None  # None: /v1/responses stores nothing
     reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"  # of a chat's answers and deltas
-    cors_origins: tuple[str, ...] = ()  # none: pages of no other origin may ask
+    cors_origins: tuple[str, ...] = ()  # empty: cross-origin requests are not allowed
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     access_log: Literal["text", "json"] = "text"
-    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # for running answers once the server stops
-    admin_port: int | None = None  # 0: any free one; None: likewise with a key of its own on loopback, else none
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # seconds for running answers once the server stops
+    # 0: any free port. None: any free port with a generated key if the server listens on loopback, else no admin port.
+    admin_port: int | None = None
     admin_keys_file: str | None = None
-    page: bool = True  # at /, to talk to the model and to watch the engine
-    metrics_port: int | None = None  # 0: any free one; None: /metrics is with the API alone
-    unix_socket: str | None = None  # its path, in place of host and port
+    page: bool = True  # the page at /: a chat with the model and a view of the engine
+    metrics_port: int | None = None  # 0: any free port; None: /metrics is on the API's port only
+    unix_socket: str | None = None  # path of a socket that replaces host and port
     tls_cert: str | None = None  # PEM files
     tls_key: str | None = None
     per_key: KeyLimits = KeyLimits()
@@ -265,15 +266,15 @@ class ServeConfig(Record, frozen=True):
     handoff: Handoff = Handoff()
     sla: dict[str, Sla] = msgspec.field(
         default_factory=dict[str, Sla]
-    )  # what requests are promised, by their class; DEFAULT_SLA is that of all others
-    steer: Steer | None = None  # None: workers keep their roles until they are told otherwise
+    )  # SLO targets by class of requests; DEFAULT_SLA is the class of all other requests
+    steer: Steer | None = None  # None: workers keep their roles unless an operator switches one
     cluster: Cluster | None = None  # None: all workers are on this machine
-    events: Events | None = None  # None: nobody else is told what is cached
+    events: Events | None = None  # None: KV cache events are not published
     engine: EngineConfig = EngineConfig()
-    # For so long an answer whose worker has ended waits for one that goes on with it, beyond what the slowest worker's
-    # newest start has taken. 0: it ends at once, and a worker that has ended is not started again.
+    # Seconds that a request whose worker went down waits to be resumed on another, in addition to the time that the
+    # slowest worker's newest start took. 0: the request fails at once, and a worker that went down is not restarted.
     resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
-    workers: tuple[Workers, ...] = ()  # none: one that does everything
+    workers: tuple[Workers, ...] = ()  # empty: one worker that does everything
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -305,12 +306,12 @@ class ServeConfig(Record, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What clients may call the model; answers carry the first."""
+        """The model names that requests may use; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
 
 
 def own_events(events: Events | None, number: int) -> EventsConfig | None:
-    """Where the worker of a number tells of its pages. Raises ConfigError for what is no address."""
+    """The addresses where worker `number` publishes its KV cache events. Raises ConfigError for a malformed address."""
     if events is None:
         return None
     replay = None if events.replay is None else _own_address(events.replay, number, "replay")
@@ -339,13 +340,13 @@ def _check_events(config: ServeConfig, source: Path) -> None:
     addresses = [address for each in told for address in (each.endpoint, each.replay) if address is not None]
     if _meet(addresses):
         raise ConfigError(
-            f"{source}: events.endpoint and events.replay meet: each of {len(told)} workers has a port of both, one "
-            f"behind another; let them be {len(told)} apart"
+            f"{source}: events.endpoint and events.replay overlap: each of the {len(told)} workers uses the next port "
+            f"of both; leave a gap of at least {len(told)}"
         )
 
 
 def _check_ports(config: ServeConfig, source: Path) -> None:
-    """ConfigError where two listeners of the server's own machine have one port; 0, any free one, is nobody's."""
+    """Raise ConfigError if two listeners of the server's own machine share a port; port 0 (any free one) is exempt."""
     listens: list[tuple[str, str, int]] = []  # key, host, port
     if config.unix_socket is None:
         listens.append(("port", config.host, config.port))
@@ -369,8 +370,8 @@ def _check_ports(config: ServeConfig, source: Path) -> None:
 
 
 def _meet(addresses: list[str]) -> bool:
-    """Whether two of them cannot both be listened at: they are one, or `*` of one port is every address of it."""
-    hosts: dict[str, set[str]] = {}  # by port; a path by itself
+    """Whether two addresses conflict: they are equal, or one is `*`, which takes its port on every address."""
+    hosts: dict[str, set[str]] = {}  # by port, or by path for ipc
     for address in addresses:
         tcp = _TCP.fullmatch(address)
         host, place = ("", address) if tcp is None else (tcp[1], tcp[2])
@@ -382,7 +383,7 @@ def _meet(addresses: list[str]) -> bool:
 
 
 def _own_folder(place: Place) -> Place:
-    """A place whose pages on disk are in a folder of its own: no two workers write to one."""
+    """The place with a disk tier folder of its own, since two workers must not write to the same folder."""
     if place.engine.disk is None:
         return place
     disk = os.path.join(os.path.abspath(place.engine.disk), place.name)
@@ -390,14 +391,14 @@ def _own_folder(place: Place) -> Place:
 
 
 def _alone(place: Place, places: list[Place]) -> bool:
-    """Whether no other of these workers has a GPU of this one's. Without `devices` one has all of its machine."""
+    """Whether no other worker shares a GPU with this one. A worker without `devices` has all GPUs of its machine."""
     beside = [other for other in places if other is not place and other.at == place.at]
     apart = all(other.devices and not {*place.devices} & {*other.devices} for other in beside)
     return apart and (bool(place.devices) or not beside)
 
 
 def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:
-    """A place on another machine, whose paths are that machine's; as it is where `at` is None."""
+    """The place on machine `at`, with the paths of that machine; unchanged if `at` is None."""
     if at is None:
         return place
     drafts = place.engine.speculation
@@ -408,10 +409,10 @@ def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None =
 
 
 def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
-    """Read a deployment file, or take a checkpoint's folder; then apply the flags, which win over the file.
+    """Read a deployment file, or take a checkpoint's folder; then apply the flags, which override the file.
 
-    flags: values by key of the file; a key of a table is spelled as `engine.kv_memory`. `engine.speculation` is who
-    drafts, a drafter's folder or "suffix"; how it drafts stays as in the file. Raises ConfigError naming file and key.
+    flags: values by key of the file; a key of a table is spelled as `engine.kv_memory`. `engine.speculation` is the
+    drafter, a folder or "suffix"; its options stay as in the file. Raises ConfigError naming file and key.
     """
     if source.is_dir():
         values: dict[str, Any] = {"weights": str(source)}
@@ -498,19 +499,19 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(f"{source}: {error}") from None
     if config.engine.random_weights is not None and not is_loopback(config.host):
         raise ConfigError(
-            f"{source}: engine.random_weights is for benchmarks: answers are no model's; host is {config.host}, which "
-            f"others reach, so leave one of the two out"
+            f"{source}: engine.random_weights is for benchmarks: answers are noise; host is {config.host}, which other "
+            f"machines reach, so leave one of the two out"
         )
     if rates and not is_loopback(config.host):
         raise ConfigError(
-            f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers are made of drafts that a draw let "
-            f"pass; host is {config.host}, which others reach, so leave one of the two out"
+            f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers contain draft tokens accepted at "
+            f"random; host is {config.host}, which other machines reach, so leave one of the two out"
         )
     return config
 
 
 def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[str, Any]:
-    """The table of that name, {} where there is none. make: it is put there, unless what stands there is no table."""
+    """The table of that name, or {} if there is none. make: insert a missing table; a value of another type stays."""
     place = values
     for name in filter(None, dotted.split(".")):
         inner = place.setdefault(name, {}) if make else place.get(name)
@@ -519,7 +520,7 @@ def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[s
 
 
 def _worker_tables(tables: Any, source: Path) -> list[dict[str, Any]]:
-    """The tables under [[workers]]. Raise ConfigError for what is no list of tables, and for unknown keys."""
+    """The tables under [[workers]]. Raise ConfigError if they are not a list of tables, and for unknown keys."""
     known = list(Workers.__struct_fields__)
     own = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
     if not isinstance(tables, list):
@@ -563,14 +564,14 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
 
 
 def _read_sizes(engine: dict[str, Any], place: str) -> None:
-    """Sizes that are texts become bytes."""
+    """Convert sizes given as strings to bytes."""
     for key in _SIZES:
         if isinstance(engine.get(key), str):
             engine[key] = size(engine[key], f"{place}.{key}")
 
 
 def _check_workers(config: ServeConfig, source: Path) -> None:
-    """Raise ConfigError for workers that could not answer, or not be told apart."""
+    """Raise ConfigError if the workers could not serve, or two have the same name."""
     for number, kind in enumerate(config.workers):
         if kind.name is not None and not _NAMED.fullmatch(kind.name):
             raise ConfigError(
@@ -579,7 +580,7 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
         if len(kind.devices) % kind.count:
             raise ConfigError(
                 f"{source}: workers[{number}].devices has {len(kind.devices)} GPUs for count = {kind.count} workers; "
-                "expected as many for each"
+                "expected the same number for each"
             )
         if kind.devices and len(kind.devices) // kind.count < kind.engine.ranks:
             raise ConfigError(
@@ -591,48 +592,49 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
     if all(place.role == "prefill" for place in config.places):
-        raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+        raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; add one with role = "decode"')
 
 
 def _check_spares(config: ServeConfig, source: Path) -> None:
-    """Raise ConfigError for workers that would run only while they are wanted, where that cannot be."""
+    """Raise ConfigError if `least` is set and workers cannot be started and stopped on demand."""
     for number, kind in enumerate(config.workers):
         place = f"{source}: workers[{number}].least is {kind.least}"
         if kind.least is None:
             continue
         if kind.least > kind.count:
-            raise ConfigError(f"{place}, and count is {kind.count}; expected at most as many")
+            raise ConfigError(f"{place}, and count is {kind.count}; expected at most {kind.count}")
         if config.steer is None:
-            raise ConfigError(f"{place}, and nobody would start the others; set [steer], or leave it out")
+            raise ConfigError(f"{place}, and only [steer] starts the others; set [steer], or leave it out")
         if config.resume_s <= 0:
             raise ConfigError(
-                f"{place}, and resume_s is 0: where a worker ends no answer goes on elsewhere; leave one of the two out"
+                f"{place}, and resume_s is 0: requests of a stopped worker cannot resume on another; leave one of the "
+                "two out"
             )
         if config.cluster is not None and config.cluster.kind == "ray":
-            raise ConfigError(f'{place}, and cluster.kind is "ray", which keeps an agent for each; leave it out')
+            raise ConfigError(f'{place}, and cluster.kind is "ray", which keeps an agent per worker; leave it out')
     places = config.places
     if any(place.spare for place in places) and all(place.spare or place.role == "prefill" for place in places):
         raise ConfigError(
-            f"{source}: no [[workers]] that answers runs in any case; set least to 1 or more for one whose role is not "
-            '"prefill"'
+            f'{source}: no worker with role "decode" or "both" always runs; set least to 1 or more for one of these '
+            "roles"
         )
 
 
 def _check_promises(config: ServeConfig, source: Path) -> None:
-    """Raise ConfigError for targets that say nothing, and for roles that nothing could steer."""
+    """Raise ConfigError for empty SLO targets, and for a [steer] that cannot work."""
     for name, sla in config.sla.items():
         if not _NAMED.fullmatch(name):
             raise ConfigError(f"{source}: a class of requests is called {name!r}; expected letters, digits, - or _")
         if sla == Sla():
-            raise ConfigError(f"{source}: [sla.{name}] promises nothing; set ttft_ms, itl_ms, or both")
+            raise ConfigError(f"{source}: [sla.{name}] has no target; set ttft_ms, itl_ms, or both")
     if config.steer is None:
         return
     if len(config.places) < 2:
         raise ConfigError(
-            f"{source}: [steer] gives workers other roles, and there is one; add [[workers]], or leave it out"
+            f"{source}: [steer] switches roles between workers, and there is one; add [[workers]], or leave it out"
         )
     if DEFAULT_SLA not in config.sla:
-        raise ConfigError(f"{source}: [steer] goes by what requests are promised; set [sla.{DEFAULT_SLA}]")
+        raise ConfigError(f"{source}: [steer] needs SLO targets; set [sla.{DEFAULT_SLA}]")
     if config.api_replicas > 1:
         raise ConfigError(
             f"{source}: api_replicas is {config.api_replicas}, and [steer] is set; each replica sees a part of the "
@@ -641,13 +643,13 @@ def _check_promises(config: ServeConfig, source: Path) -> None:
 
 
 def _check_machines(config: ServeConfig, source: Path) -> None:
-    """Raise ConfigError for workers on machines that could not be reached, or not hand prompts to one another."""
+    """Raise ConfigError for workers on machines that cannot be reached, or that cannot do KV transfers."""
     if config.cluster is not None:
         check_listen(config.cluster.listen, f"{source}: cluster.listen")
         if config.api_replicas > 1:
             raise ConfigError(
-                f"{source}: api_replicas is {config.api_replicas}, and [cluster] is set; replicas reach workers of "
-                "their own machine alone, so leave one of the two out"
+                f"{source}: api_replicas is {config.api_replicas}, and [cluster] is set; API replicas reach only "
+                "workers of their own machine, so leave one of the two out"
             )
     by_ray = config.cluster is not None and config.cluster.kind == "ray"
     for number, kind in enumerate(config.workers):
@@ -665,20 +667,20 @@ def _check_machines(config: ServeConfig, source: Path) -> None:
             if path is not None and kind.at is None and not by_ray:
                 raise ConfigError(f"{place}.{key} is a path on another machine; set at, or leave it out")
             if path is not None and not os.path.isabs(path):
-                raise ConfigError(f"{place}.{key} is {path}; expected a whole path on that machine, from / on")
+                raise ConfigError(f"{place}.{key} is {path}; expected an absolute path on that machine")
     machines = {place.at: place.name for place in config.places if place.transport in WITHIN_A_HOST}
     if len(machines) > 1:
         where = ", ".join(f"{name} is {f'at {at}' if at else 'here'}" for at, name in machines.items())
         raise ConfigError(
-            f'{source}: handoff.transport is "{config.handoff.transport}", within one machine, and {where}: set '
-            'handoff.transport = "nixl"'
+            f'{source}: handoff.transport is "{config.handoff.transport}", which works within one machine, and '
+            f'{where}: set handoff.transport = "nixl"'
         )
     if config.cluster is not None and all(place.at is None for place in config.places):
         raise ConfigError(f"{source}: [cluster] is for workers on other machines, and no [[workers]] has `at`")
 
 
 def _instead(source: Path) -> str:
-    """What to do where neither folder nor file is there. OWNER/NAME is how a model on Hugging Face is called."""
+    """A hint if neither folder nor file exists. OWNER/NAME is the form of a Hugging Face model id."""
     if re.fullmatch(r"[\w-]+/[\w.-]+", str(source)) and not source.parent.exists():
         return (
             f"to fetch it from Hugging Face: hf download {source} --local-dir {source.name}, then serve {source.name}; "
@@ -688,13 +690,13 @@ def _instead(source: Path) -> str:
 
 
 def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with another who drafts: what it says of how stays, where it is also said of that one."""
+    """Replace the drafter of the table; keep the options that the new one also has."""
     drafts = drafts_of(source)
     return {key: table[key] for key in drafts.__struct_fields__ if key in table} | msgspec.to_builtins(drafts)
 
 
 def _check_keys(values: dict[str, Any], source: Path) -> None:
-    """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
+    """Raise ConfigError for an unknown key, listing the known ones, and for a string with a zero byte."""
     outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", "workers", "sla", *_TABLES)]
     tables = {name: list(table.__struct_fields__) for name, table in _TABLES.items()}
     inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
@@ -739,7 +741,7 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
 
 
 def _classes(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables below [sla]; what is none is left to its type."""
+    """The tables under [sla]; values of another type are skipped, and rejected later by type."""
     for name, table in _table(values, "sla").items():
         if isinstance(table, dict):
             yield name, cast("dict[str, Any]", table)
@@ -753,7 +755,7 @@ def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
 
 
 def _check_type(engine: Mapping[str, Any], source: Path) -> None:
-    """ConfigError where it is said how to draft, and not who drafts."""
+    """Raise ConfigError if options of speculative decoding are set without its type."""
     table = engine.get("speculation")
     if table is None:
         return
@@ -763,12 +765,12 @@ def _check_type(engine: Mapping[str, Any], source: Path) -> None:
     if "type" not in table:
         key = "".join(f".{key}" for key in list(cast("dict[str, Any]", table))[:1])
         raise ConfigError(
-            f"{source}: engine.speculation{key} is set, but nothing drafts: set engine.speculation.type to {who}"
+            f"{source}: engine.speculation{key} is set, but there is no drafter: set engine.speculation.type to {who}"
         )
 
 
 def size(text: str, place: str) -> int:
-    """How many bytes a text such as 4096, 500MB, 2GB or 1.5GiB means. Raises ConfigError, naming `place`, otherwise."""
+    """Bytes of a size such as 4096, 500MB, 2GB or 1.5GiB. Raises ConfigError, naming `place`, for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")

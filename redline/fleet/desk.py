@@ -1,5 +1,5 @@
-"""What an operator and a scraper are told of a server whose API is several processes: every replica is asked, and what
-they say becomes one answer."""
+"""The admin routes and /metrics of a server with several API replicas: every replica is queried, and their answers are
+merged into one."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ from redline import clock
 from redline.api.admin import worker_of
 from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
-from redline.api.summed import Summed, packed
+from redline.api.summed import MetricsAggregator, packed
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.wire.news import Role
 from redline.wire.replicas import Ask, Told
 
-SUPERVISOR = "supervisor"  # in the place of a replica's name
+SUPERVISOR = "supervisor"  # replica name under which the supervisor's own metrics are merged
 
 
-class FleetDesk:
-    """`api.admin.Desk` over a fleet, and its /metrics. drain: begins the server's end. replace, turn: as in
-    `Supervisor`."""
+class AdminAggregator:
+    """`api.admin.Desk` for a server with several API replicas, and its /metrics. drain: begins to shut the server down.
+    replace, turn: as in `Supervisor`."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class FleetDesk:
         self._fleet = fleet
         self._replace = replace
         self._turn = turn
-        self._summed = Summed()
+        self._summed = MetricsAggregator()
         self._scraping: asyncio.Task[bytes] | None = None
         self._exposed: tuple[float, bytes] = (float("-inf"), b"")
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def status(self) -> dict[str, Any]:
-        """As `api.admin.status_of`, of all replicas together, and what each has for itself."""
+        """As `api.admin.status_of`, merged over all replicas, with the numbers of each replica under "replicas"."""
         fleet, links = self._fleet, self._fleet.links
         told = [
             (start, None if said is None else msgspec.json.decode(said)) for start, said in await self._ask("status")
@@ -82,32 +82,32 @@ class FleetDesk:
         }
 
     async def request(self, id: str) -> list[dict[str, Any]]:
-        """What became of each job of a request, and which replica had it."""
+        """The trace of each job of a request, with the replica that handled it."""
         told = [
             (start.of, msgspec.json.decode(said)) for start, said in await self._ask("request", id) if said is not None
         ]
         return [{"replica": of, **job} for of, jobs in told for job in jobs]
 
     async def reload(self) -> str:
-        """Have every replica read the file of keys again: what they say of it."""
+        """Have every replica read the keys file again. Returns their distinct results, joined."""
         said = [b"a replica does not answer" if said is None else said for _, said in await self._ask("reload")]
         return "; ".join(each.decode() for each in dict.fromkeys(said))
 
     def reload_soon(self) -> None:
-        """As `reload`, for whoever cannot wait."""
+        """As `reload`, for callers that cannot await."""
         self._keep(asyncio.create_task(self._reload()))
 
     def replace(self, name: str) -> tuple[str | None, str]:
-        """What a worker of that name does now that is to be started again, or None and why it cannot. Raises KeyError
-        with the names that there are where there is none of that name."""
+        """Restart a worker once its answers have ended. Returns what it does now, or None and the reason for a refusal.
+        Raises KeyError with the known names if there is no worker of that name."""
         try:
             return self._replace(name)
         except KeyError:
             raise KeyError(self._known) from None
 
     def turn(self, name: str, role: Role) -> str | None:
-        """Why a worker of that name cannot take another role. Raises KeyError with the names that there are where there
-        is none of that name."""
+        """Switch the role of a worker. Returns the reason for a refusal, or None. Raises KeyError with the known names
+        if there is no worker of that name."""
         try:
             return self._turn(name, role)
         except KeyError:
@@ -118,8 +118,8 @@ class FleetDesk:
         return ", ".join(link.name for link in self._fleet.links)
 
     async def profile(self, seconds: float) -> bytes:
-        """Raises Refusal: a trace is taken by one process, which has the API and hears the workers."""
-        raise Refusal(409, "a trace is taken of a server with one process; set api_replicas = 1 for it", "replicas")
+        """Raises Refusal: only a process that has the API and receives all workers' messages can record a profile."""
+        raise Refusal(409, "a profile needs a server with one API process; set api_replicas = 1 for it", "replicas")
 
     async def scrape(self) -> bytes:
         """/metrics of the server, at most EXPOSED_S seconds old."""
@@ -131,17 +131,17 @@ class FleetDesk:
         return await asyncio.shield(self._scraping)
 
     def ended(self, of: str) -> None:
-        """A replica's start has ended: what it has counted stays."""
+        """A replica's start has ended; its counters stay in the sums."""
         self._summed.ended(of)
 
     def answer(self, start: ReplicaStart, ask: Ask) -> None:
-        """Answer what a replica asks."""
+        """Answer a replica's query."""
         self._keep(asyncio.create_task(self._told(start, ask)))
 
     async def _told(self, start: ReplicaStart, ask: Ask) -> None:
         assert ask.what == "metrics", f"no replica asks for {ask.what}"
         text = await self.scrape()
-        if start.name in self._fleet.replicas:  # else it has ended meanwhile
+        if start.name in self._fleet.replicas:  # the replica may have ended while metrics were collected
             start.outbox.put(Told(number=ask.number, body=text))
 
     async def _reload(self) -> None:
@@ -159,7 +159,7 @@ class FleetDesk:
     async def _ask(
         self, what: Literal["metrics", "status", "request", "reload"], about: str = ""
     ) -> list[tuple[ReplicaStart, bytes | None]]:
-        """What each replica that serves answers; None of one that does not in time."""
+        """Query each replica that serves. An answer is None if it did not arrive in time."""
         starts = [start for start in self._fleet.replicas.values() if start.use is not None]
         ask = self._fleet.questions.ask
         return list(
@@ -176,7 +176,7 @@ def _jobs(said: dict[str, Any], worker: str) -> int:
 
 
 def _promises(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What requests were promised, and how many of those of all replicas that serve now have kept it."""
+    """SLO targets by class, with the attainment counts summed over all replicas that serve now."""
     found: dict[str, Any] = {}
     for said in answers:
         for name, here in said["sla"].items():
@@ -190,7 +190,7 @@ def _promises(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _keys(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What each name has used at all replicas, and what is left to it as the one sees it that has seen most used."""
+    """Usage of each key name summed over all replicas; what is left of each limit is the minimum that any reports."""
     found: dict[str, Any] = {}
     for said in answers:
         for name, here in said["keys"].items():

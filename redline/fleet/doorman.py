@@ -1,10 +1,10 @@
-"""Accepts connections, and hands each to the replica of the API that has the fewest.
+"""Connection balancer: accepts connections, and passes each to the API replica that has the fewest.
 
-The kernel could share them out. With a socket for each replica (SO_REUSEPORT) it goes by a hash: of eight streams two
-replicas may get six and two, one that is stopped gets as many as the others, two servers could take the same port
-without a word, and there is no such thing for a socket in the file system. With one socket that all listen at, whoever
-wakes first takes all that wait. Here whoever hands them out knows how many each has, and who is heard of. A connection
-costs that process an accept and a message; a token never passes it.
+The kernel could distribute connections instead. With one socket per replica (SO_REUSEPORT) it picks by a hash: of eight
+streams two replicas may get six and two, a stopped replica gets its full share, two servers could bind the same port
+without an error, and Unix sockets do not support it. With one listening socket shared by all replicas, the process that
+wakes first accepts the whole backlog. The balancer knows the number of connections of each replica and which replicas
+send heartbeats. A connection costs it one accept and one message; tokens never pass through it.
 """
 
 import asyncio
@@ -16,75 +16,75 @@ from redline import clock
 from redline.api.listen import AT_ONCE, Listener
 from redline.wire.replicas import Use
 
-AGAIN_S = 0.02  # until a connection is offered again that no replica has taken
-HEARD_S = 1.0  # a replica of which nothing has been heard for so long is handed nothing, where another is heard of
+AGAIN_S = 0.02  # pause before a connection that no replica accepted is offered again
+HEARD_S = 1.0  # seconds without a heartbeat after which a replica gets no new connections, if another is alive
 
 
-class Taker:
-    """One start of a replica, as the doorman knows it."""
+class ReplicaSlot:
+    """One start of a replica, as the connection balancer sees it."""
 
     def __init__(self, name: str, door: socket.socket) -> None:
-        """door: leads to it, which takes what is handed through at its other end (`take`)."""
+        """door: our end of a socket pair; the replica receives connections from the other end (`take`)."""
         door.setblocking(False)
         self.name = name
-        self.use: Use | None = None  # the newest; None: it does not serve yet
+        self.use: Use | None = None  # its newest heartbeat; None: it does not serve yet
         self.heard_at = 0.0
         self._door = door
         self._given = 0
 
     @property
     def open(self) -> int:
-        """Connections that it has, with those that it has been handed and has not told of yet."""
+        """Its open connections, including those passed to it that its newest heartbeat does not count yet."""
         return 0 if self.use is None else self.use.connections + self._given - self.use.taken
 
     def give(self, connection: socket.socket) -> bool:
-        """Hand it a connection, which the caller closes; False where it takes none now."""
+        """Pass it a connection, which the caller closes afterwards; False if it accepts none now."""
         try:
             socket.send_fds(self._door, [b"c"], [connection.fileno()])
-        except OSError:  # it has ended, or has many to take in as yet
+        except OSError:  # the replica has ended, or its socket buffer is full
             return False
         self._given += 1
         return True
 
 
-class Doorman:
-    """Listens for all replicas of a server. `look` has to be called when one begins to serve."""
+class ConnectionBalancer:
+    """Listens for all replicas of a server. `look` has to be called when a replica begins to serve."""
 
     def __init__(
         self,
         listener: socket.socket,
-        takers: Callable[[], Iterable[Taker]],
+        takers: Callable[[], Iterable[ReplicaSlot]],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """listener: does not block, and is its caller's. takers: those that there are now."""
+        """listener: non-blocking, and owned by the caller. takers: returns the replicas that run now."""
         self._listener = Listener(listener, self._hand_out)
-        self._held: socket.socket | None = None  # nobody has taken it yet: the doors of all are full
+        self._held: socket.socket | None = None  # a connection that no replica accepted: all socket buffers are full
         self._again: asyncio.TimerHandle | None = None
         self._takers = takers
         self._clock = clock
 
     def look(self) -> None:
-        """Listen where there is a replica that serves. Where there is none, clients wait in the listener's queue."""
+        """Accept connections if a replica serves. If none does, clients wait in the listener's backlog."""
         if self._held is not None:
-            return  # it comes first
+            return  # the held connection is passed on first
         if any(taker.use is not None for taker in self._takers()):
             self._listener.open()
         else:
             self._listener.close()
 
     def close(self) -> None:
-        """Hand out nothing more; idempotent."""
+        """Accept and pass on no more connections; idempotent."""
         self._listener.close()
         if self._again is not None:
             self._again.cancel()
         if self._held is not None:
             self._held.close()
 
-    def order(self) -> list[Taker]:
-        """Who serves, whoever should be handed the next connection first."""
+    def order(self) -> list[ReplicaSlot]:
+        """The serving replicas, in the order in which the next connection is offered to them."""
         serving = [taker for taker in self._takers() if taker.use is not None]
         heard = [taker for taker in serving if self._clock() - taker.heard_at <= HEARD_S]
-        ready = [taker for taker in heard if taker.use is not None and taker.use.ready]  # others would answer with 503
+        ready = [taker for taker in heard if taker.use is not None and taker.use.ready]  # others would send 503
         return sorted(ready or heard or serving, key=lambda taker: taker.open)
 
     def _hand_out(self, connection: socket.socket) -> None:
@@ -103,8 +103,7 @@ class Doorman:
 
 
 def take(door: socket.socket) -> list[socket.socket]:
-    """The connections that have been handed through a replica's end of its door. Raises EOFError once nobody is at the
-    other end."""
+    """Receive connections at a replica's end of its socket pair. Raises EOFError once the other end is closed."""
     found: list[socket.socket] = []
     while len(found) < AT_ONCE:
         try:

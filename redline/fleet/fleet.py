@@ -1,7 +1,7 @@
-"""The workers and the replicas of a deployment as their supervisor knows them, where the API is several processes.
+"""The supervisor's view of workers and API replicas, if the API is several processes.
 
-It stands where the gateway stands in a server of one: the workers' starts and ends are told it, and it tells every
-replica. What workers say of jobs never passes here: each of them speaks to each replica itself.
+`Fleet` takes the gateway's place: it receives the starts and ends of workers and broadcasts them to every replica.
+Messages about jobs do not pass through it: every worker sends them to the replicas directly.
 """
 
 import socket
@@ -11,22 +11,22 @@ from pathlib import Path
 from redline import clock
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import Metrics
-from redline.fleet.doorman import Taker
+from redline.fleet.doorman import ReplicaSlot
 from redline.fleet.questions import Questions
-from redline.route.links import Link, Links
+from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.wire.channel import Outbox, ipc_address
 from redline.wire.codec import Wire
-from redline.wire.news import Beat, Failed, Load, Missed, Ready, Role
+from redline.wire.news import Failed, Heartbeat, Load, Missed, Ready, Role
 from redline.wire.replicas import Ask, Drain, Replica, Replicas, Roster, Start, Told, Use
 
-AGAIN_S = 1.0  # before a worker is told once more of a replica that has not heard of it
+AGAIN_S = 1.0  # before the list of replicas is sent again to a worker that a replica has not received messages from
 
 
-class ReplicaStart(Taker):
+class ReplicaStart(ReplicaSlot):
     """One start of a replica. `ready` is None until it serves."""
 
     def __init__(self, of: str, epoch: int, outbox: Outbox, writer: bytes, door: socket.socket, pid: int) -> None:
-        """of: the replica's name, through all its starts. writer: what it numbers its messages to workers under."""
+        """of: the replica's name, the same for all its starts. writer: the sender id of its messages to workers."""
         super().__init__(f"{of}.{epoch}", door)
         self.of = of
         self.epoch = epoch
@@ -37,17 +37,17 @@ class ReplicaStart(Taker):
 
     @property
     def ready(self) -> Use | None:
-        """What it said last."""
+        """Its newest heartbeat."""
         return self.use
 
-    def jobs_at(self, link: Link) -> int:
-        """Its jobs that a worker has."""
+    def jobs_at(self, link: WorkerHandle) -> int:
+        """The number of its jobs at a worker."""
         workers = () if self.use is None else self.use.workers
         return sum(each.jobs for each in workers if (each.worker, each.epoch) == (link.name, link.epoch))
 
 
 class Fleet:
-    """Whom the supervisor of workers and replicas tells what. Everything runs in one event loop."""
+    """Workers and replicas, and the messages that the supervisor sends to them. Everything runs in one event loop."""
 
     def __init__(
         self,
@@ -56,37 +56,37 @@ class Fleet:
         answer: Callable[["ReplicaStart", Ask], None] = lambda _, __: None,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """metrics: where it is counted what workers tell. sockets: the folder for those between workers and replicas.
+        """metrics: counts what workers report. sockets: folder of the sockets between workers and replicas.
 
-        answer: called with what a replica asks.
+        answer: called with each query of a replica.
         """
-        self.links = Links(clock)
+        self.links = WorkerRegistry(clock)
         self.metrics = metrics
         self.questions = Questions()
         self.replicas: dict[str, ReplicaStart] = {}  # by name
-        self.ended: dict[str, str] = {}  # of each replica, why its start before this one has ended
-        self.draining: str | None = None  # why no new request is taken
+        self.ended: dict[str, str] = {}  # by replica, why its previous start has ended
+        self.draining: str | None = None  # why no new requests are accepted
         self._sockets = sockets
         self._answer = answer
         self._clock = clock
-        self._asked: set[tuple[str, int]] = set()  # starts of workers that were to end
+        self._asked: set[tuple[str, int]] = set()  # starts of workers that ended on request
         self._roster = 0
-        self._told_at: dict[str, float] = {}  # when each worker was last told of the replicas
+        self._told_at: dict[str, float] = {}  # when each worker was last sent the list of replicas
         self._looked_at: float | None = None
 
     @property
     def ready(self) -> Ready | None:
-        """What jobs may be like; None while no worker can answer."""
+        """The limits of jobs; None while no worker can answer."""
         return self.links.ready
 
     @property
     def known(self) -> bool:
-        """Whether every replica serves, and has heard of a worker that answers."""
+        """Whether every replica serves, and knows a worker that can answer."""
         return bool(self.replicas) and all(one.use is not None and one.use.ready for one in self.replicas.values())
 
     @property
     def drained(self) -> bool:
-        """Whether no replica takes new requests, and none reads or answers any."""
+        """Whether no replica accepts new requests, and none is reading or answering one."""
         uses = [one.use for one in self.replicas.values() if one.use is not None]
         return all(use.draining and not use.busy for use in uses)
 
@@ -94,9 +94,9 @@ class Fleet:
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> Link:
-        """A worker has been started: it is told of the replicas, and they of it."""
-        link = Link(name, outbox, role, epoch, inbox, at)
+    ) -> WorkerHandle:
+        """A worker has been started: send it the list of replicas, and announce it to them."""
+        link = WorkerHandle(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
         self.metrics.role(name, role)
@@ -104,13 +104,13 @@ class Fleet:
         self._tell_replicas()
         return link
 
-    def drain(self, link: Link) -> None:
+    def drain(self, link: WorkerHandle) -> None:
         """A worker is to be replaced."""
         link.draining = True
         self._tell_replicas()
 
-    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
-        """A worker has ended; idempotent. asked: it was to end."""
+    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+        """A worker has ended; idempotent. asked: it ended on request."""
         if link.lost is None:
             self.links.lose(link, reason)
             self.metrics.lost(link.name, link.epoch)
@@ -118,8 +118,8 @@ class Fleet:
                 self._asked.add((link.name, link.epoch))
             self._tell_replicas()
 
-    def take(self, link: Link, messages: Sequence[Wire]) -> None:
-        """Take in what a worker says of itself."""
+    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+        """Process a worker's status messages."""
         for message in messages:
             match message:
                 case Ready():
@@ -127,7 +127,7 @@ class Fleet:
                         self.lose(link, why_not)
                         return
                     self.metrics.ready(message, link.name)
-                case Beat():
+                case Heartbeat():
                     link.heard(message, self._clock())
                 case Load():
                     link.load = message if link.lost is None else None
@@ -135,12 +135,12 @@ class Fleet:
                 case Failed():
                     self.lose(link, message.reason)
                 case Missed():
-                    self._tell_worker(link)  # it may have missed this
+                    self._tell_worker(link)  # the list of replicas may be among the lost messages
                 case _:
-                    pass  # for whoever chooses among workers
+                    pass  # messages for the routers in the replicas
 
     def look(self) -> None:
-        """To be called every LOOK_S. Where this process was itself held up, nobody is taken for silent."""
+        """Call every LOOK_S. If this process itself stalled, the stall does not count as silence of workers."""
         now = self._clock()
         before, self._looked_at = self._looked_at, now
         if before is not None and now - before > 2 * LOOK_S:
@@ -150,7 +150,7 @@ class Fleet:
     # -- of replicas
 
     def enter(self, start: ReplicaStart) -> None:
-        """A replica has been started: the workers are told of it, and it of them."""
+        """A replica has been started: announce it to the workers, and send it the list of workers."""
         self.replicas[start.name] = start
         for link in self.links:
             self._tell_worker(link)
@@ -159,7 +159,7 @@ class Fleet:
             start.outbox.put(Drain(reason=self.draining))
 
     def leave(self, start: ReplicaStart, reason: str) -> None:
-        """A replica has ended: its jobs are wanted by nobody; idempotent."""
+        """A replica has ended: the workers drop its jobs; idempotent."""
         if self.replicas.pop(start.name, None) is None:
             return
         self.ended[start.of] = reason
@@ -169,7 +169,7 @@ class Fleet:
         self._tell_replicas()
 
     def hear(self, start: ReplicaStart, messages: Sequence[Wire]) -> None:
-        """Take in what a replica says. Raises AssertionError for what none says."""
+        """Process a replica's messages. Raises AssertionError for a message type that replicas do not send."""
         for message in messages:
             match message:
                 case Use():
@@ -179,12 +179,12 @@ class Fleet:
                 case Ask():
                     self._answer(start, message)
                 case Missed():
-                    pass  # what it has under way it says again, and what was asked is asked again
+                    pass  # heartbeats are repeated, and queries are retried
                 case _:
-                    raise AssertionError(f"a replica does not say {type(message).__name__}")
+                    raise AssertionError(f"unexpected message from a replica: {type(message).__name__}")
 
     def begin_drain(self, reason: str) -> None:
-        """Have no replica take new requests."""
+        """Have all replicas refuse new requests."""
         self.draining = reason
         for start in self.replicas.values():
             start.outbox.put(Drain(reason=reason))
@@ -196,7 +196,7 @@ class Fleet:
             if other is not start:
                 other.outbox.put(use)
         self._count()
-        if use.roster != self._roster:  # lost on the way, or under way still
+        if use.roster != self._roster:  # the newest roster was lost, or has not arrived yet
             start.outbox.put(self._roster_now(start))
         known = {(each.worker, each.epoch) for each in use.workers}
         for link in self.links:
@@ -208,11 +208,12 @@ class Fleet:
         for link in self.links:
             link.jobs = sum(start.jobs_at(link) for start in self.replicas.values())
 
-    def _address(self, start: ReplicaStart, link: Link) -> str:
-        """Where a replica hears a worker. Raises ConfigError where a socket's path is too long."""
+    def _address(self, start: ReplicaStart, link: WorkerHandle) -> str:
+        """The address on which a replica receives a worker's messages. Raises ConfigError if the socket's path is too
+        long."""
         return ipc_address(self._sockets, f"{start.name}.{link.name}.{link.epoch}")
 
-    def _tell_worker(self, link: Link) -> None:
+    def _tell_worker(self, link: WorkerHandle) -> None:
         if link.lost is not None:
             return
         self._told_at[link.name] = self._clock()

@@ -1,6 +1,6 @@
-"""What a process that serves HTTP is made of: the API over its gateway, and the doors beside it.
+"""The parts of a process that serves HTTP: the API over its gateway, and the servers on the admin and metrics ports.
 
-Where the API is one process, that is the process which starts the workers; else each replica of the API is one.
+If the API is one process, it also starts the workers; otherwise each API replica is such a process.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from redline.api.access import is_loopback
 from redline.api.app import create_app
 from redline.api.budget import Connections
 from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.gateway import Gateway
 from redline.api.keys import SECRET
 from redline.api.metrics import Metrics
@@ -27,25 +27,25 @@ from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 
-ADMIN_CONNECTIONS = 16  # of the admin routes, which the API and /metrics never take; of `budget.RESERVED_FILES`
-TELL_S = 1.0  # for clients to take what they are told
+ADMIN_CONNECTIONS = 16  # reserved for the admin routes, unavailable to API and /metrics; in `budget.RESERVED_FILES`
+TELL_S = 1.0  # for clients to read their last response
 
 
 class Doors(NamedTuple):
-    """Where a server listens."""
+    """The listening sockets of a server."""
 
     api: socket.socket
     admin: socket.socket | None  # None: there are no admin routes
-    metrics: socket.socket | None  # None: /metrics is with the API alone
+    metrics: socket.socket | None  # None: /metrics is on the API's port only
 
 
 class Front(NamedTuple):
     """The API of this process."""
 
     gateway: Gateway
-    edge: Edge
+    edge: AuthState
     server: Server
-    spans: Spans | None  # to be closed in a thread, where they are asked for
+    spans: Spans | None  # exporter of OpenTelemetry spans, to be closed in a thread; None: spans are off
 
 
 def open_front(
@@ -59,11 +59,11 @@ def open_front(
     secret: bytes = SECRET,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> Front:
-    """The API of a deployment, which listens nowhere yet. connections: of this process.
+    """The API of a deployment, which does not listen yet. connections: the connection limit of this process.
 
-    replica: what it is called, where there are others. secret: as in `api.keys.read_keys`. scrape: gives /metrics;
-    None: the gateway's own. Raises ConfigError where the file of keys cannot be read, or spans that the environment
-    asks for cannot be had.
+    replica: the name of this API replica, if there are several. secret: as in `api.keys.read_keys`. scrape: returns
+    the text of /metrics; None: the gateway's own metrics. Raises ConfigError if the keys file cannot be read, or the
+    environment enables spans that cannot be exported.
     """
     api = ApiConfig(
         served_model_names=config.names,
@@ -81,7 +81,7 @@ def open_front(
         ),
         limits=limits_of(config),
     )
-    edge, spans = Edge(api, secret), open_spans()
+    edge, spans = AuthState(api, secret), open_spans()
     if spans is not None:
         edge.passages.watchers.append(spans)
     gateway = Gateway(
@@ -93,17 +93,17 @@ def open_front(
 
 
 def limits_of(config: ServeConfig) -> Limits:
-    """What a deployment bounds of requests and connections."""
+    """The limits of requests and connections of a deployment."""
     return Limits(**msgspec.structs.asdict(config.requests))
 
 
 def tls_of(config: ServeConfig) -> tuple[str, str] | None:
-    """The files of a deployment's HTTPS; None: it is HTTP."""
+    """Certificate and key files for HTTPS; None: plain HTTP."""
     return None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
 
 
 Beside = tuple[Server, "asyncio.Task[None]"]
-"""A server beside the API, and the task that serves."""
+"""An auxiliary server (admin or metrics), and the task that runs it."""
 
 
 def serve_beside(
@@ -113,9 +113,11 @@ def serve_beside(
     scrape: Callable[[ApiConfig], ASGIApp],
     connections: Connections,
 ) -> list[Beside]:
-    """The admin routes and /metrics on ports of their own, where the deployment has these: each app is made for how it
-    presents itself. connections: of this process; the admin routes have ADMIN_CONNECTIONS beside them. Raises
-    ConfigError where the admin routes' file of keys cannot be read."""
+    """Serve the admin routes and /metrics on their own ports, if the deployment has them.
+
+    admin, scrape: make the app from its ApiConfig. connections: the connection limit of this process; the admin routes
+    have ADMIN_CONNECTIONS in addition. Raises ConfigError if the admin keys file cannot be read.
+    """
     found: list[Beside] = []
     if doors.admin is not None:
         own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
@@ -130,7 +132,7 @@ def serve_beside(
 
 
 async def end(server: Server, serving: "asyncio.Task[None]") -> None:
-    """End a server; a client that has not read its last answer within TELL_S seconds is not waited for."""
+    """Shut a server down; clients get TELL_S seconds to read their last response, then connections are aborted."""
     server.should_exit = True
     await asyncio.wait({serving}, timeout=TELL_S)
     server.abort()

@@ -1,8 +1,7 @@
-"""What the server says while it runs: lines on standard error that never hold it up, control characters escaped.
+"""The server's log: lines on standard error that never block the event loop, with control characters escaped.
 
-A terminal may be held (Ctrl-S, a pager) and a pipe may be full. Whoever writes to it then waits, and with the event
-loop every stream would wait too. So a thread of its own writes, and what it cannot write in time is dropped and
-counted.
+A terminal may be paused (Ctrl-S, a pager) and a pipe may be full. A write then blocks, and if the event loop did it,
+every stream would stall. So a separate thread writes, and lines that it cannot write in time are dropped and counted.
 """
 
 import json
@@ -26,9 +25,8 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def lines_on_stderr(level: str, *, as_json: bool = False) -> Generator[None]:
     """While inside, log records of `level` (a key of LEVELS) and above are written to standard error.
 
-    as_json: each is a JSON object.
-
-    Those of libraries are written from that level or from warning on, whichever is higher.
+    as_json: each record is a JSON object. Records of libraries are written from that level or from warning on,
+    whichever is higher.
     """
     root, ours = logging.getLogger(), logging.getLogger("redline")
     lines = Lines(STDERR)
@@ -47,7 +45,7 @@ def lines_on_stderr(level: str, *, as_json: bool = False) -> Generator[None]:
 
 
 class Lines(logging.Handler):
-    """Writes log records to a file descriptor, from a thread; drops and counts what it cannot write in time."""
+    """Writes log records to a file descriptor from a thread; drops and counts those that it cannot write in time."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -55,12 +53,12 @@ class Lines(logging.Handler):
         self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
         self._dropped = 0
         self._closing = False
-        # A daemon, which writes by os.write: held by a terminal, it can hold neither the process's end nor sys.stderr.
+        # A daemon thread that uses os.write: when it blocks, it blocks neither the process's exit nor sys.stderr.
         self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record for the thread; never blocks. Beyond MOST_WAITING lines it is dropped."""
+        """Queue a record for the thread; never blocks. With MOST_WAITING lines queued, the record is dropped."""
         line = printable(self.format(record))
         try:
             self._waiting.put_nowait(f"{line}\n")
@@ -68,10 +66,10 @@ class Lines(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what still waits, for END_S seconds at most, and take no more."""
+        """Write the queued lines, for at most END_S seconds, and accept no more."""
         self._closing = True
         with suppress(queue.Full):
-            self._waiting.put_nowait("")  # so that the thread looks
+            self._waiting.put_nowait("")  # wakes the thread up
         self._thread.join(END_S)
         super().close()
 
@@ -79,9 +77,9 @@ class Lines(logging.Handler):
         while not (self._closing and self._waiting.empty()):
             line = self._waiting.get()
             if self._dropped:
-                line, self._dropped = f"({self._dropped} lines were dropped here: nobody read them)\n{line}", 0
+                line, self._dropped = f"({self._dropped} lines were dropped here: stderr was blocked)\n{line}", 0
             data = line.encode(errors="backslashreplace")
-            with suppress(OSError):  # nobody is there to read them
+            with suppress(OSError):  # standard error is closed
                 while data:
                     data = data[os.write(self._descriptor, data) :]
 
@@ -90,7 +88,7 @@ class JsonLines(logging.Formatter):
     """A record as one JSON object: time, level and message, or, for a request, its fields in place of the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without its end."""
+        """The line, without a newline."""
         stamp = clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(record.created))
         fields: dict[str, object] | None = getattr(record, "fields", None)
         told = {"message": record.getMessage()} if fields is None else fields
@@ -101,7 +99,7 @@ class JsonLines(logging.Formatter):
 
 
 def printable(text: str) -> str:
-    """The text with every character escaped that is not printable, as a terminal might obey it; line ends stay."""
+    """The text with unprintable characters escaped, since a terminal may interpret them; newlines stay."""
     if text.isprintable():
         return text
     return "".join(

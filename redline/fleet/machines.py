@@ -1,7 +1,7 @@
-"""The machines beside the server's own: their agents join here, and start and end workers as they are told.
+"""Machines other than the server's own: their agents join here, and start and stop workers on the server's orders.
 
-An agent says once a second that it is there and what runs; the server answers each time with all that is to run. What
-the two have to agree on is looked at anew with every word, so neither has to remember what it has said.
+An agent reports once a second which workers run; the server answers each report with the full list of workers that are
+to run. Every message contains the full state, so neither side has to remember what it has sent.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused
 
-# In words of an agent that do not come, of which there is one every SAY_S.
-QUIET = 5  # another agent may take its name; a worker that was to be ended there counts as ended
-GONE = 60  # its workers count as ended
+# In reports of an agent that did not arrive; one is due every SAY_S.
+QUIET = 5  # another agent may join under its name; a worker that was to be killed there counts as ended
+GONE = 60  # the machine is down: its workers count as ended
 
 log = logging.getLogger("redline.fleet")
 
 
 class RemoteProcess:
-    """A worker's process on another machine, by what that machine's agent says of it."""
+    """A worker's process on another machine, as that machine's agent reports it."""
 
     pid: int | None = None
 
@@ -47,16 +47,16 @@ class RemoteProcess:
         self._machine = machine
 
     def kill(self) -> None:
-        """Have it ended at once; idempotent."""
+        """Have its agent kill it at once; idempotent."""
         if self.wanted:
             self.wanted = False
             self._machine.say()
 
     def close(self) -> None:
-        """Its agent takes away what it leaves."""
+        """Does nothing: its agent removes the files that it leaves."""
 
     def end(self, how: str, *, gone: bool = False) -> None:
-        """It has ended. gone: with its machine."""
+        """The process has ended. gone: because its machine is down."""
         if not self.ended.done():
             self.gone = gone
             self.ended.set_result(how)
@@ -64,53 +64,53 @@ class RemoteProcess:
 
 @dataclass
 class _Joined:
-    """An agent that was taken in."""
+    """An agent that has joined."""
 
     server: str
-    word: Machine  # its newest
+    word: Machine  # its newest report
     outbox: SocketOutbox
-    unheard: int = 0  # words that did not come
+    unheard: int = 0  # reports in a row that did not arrive
     processes: dict[str, RemoteProcess] = field(default_factory=dict)  # the newest start of each worker
 
     def say(self) -> None:
-        """Tell it what is to run."""
+        """Send it the list of workers that are to run."""
         wanted = (process.order for process in self.processes.values() if process.wanted)
         self.outbox.put(Orders(server=self.server, workers=tuple(wanted)))
 
     def hear(self, word: Machine) -> None:
-        """Take in what it says of its workers."""
+        """Process its report on its workers."""
         self.word, self.unheard = word, 0
         if word.server != self.server:
-            return  # it has not heard yet who we are
+            return  # the agent has not received our first orders yet
         runs = {(each.name, each.epoch): each for each in word.workers}
         for name, process in self.processes.items():
             running = runs.get((name, process.order.epoch))
             if running is not None and running.ended is not None:
                 process.end(running.ended)
             elif running is None and not process.wanted:
-                process.end(" as it was told to")
+                process.end(" as ordered")
             if word.leaving:
                 process.leaving.set()
 
     def lose(self, why: str) -> None:
-        """Nothing of what it ran runs any more, or is heard of."""
+        """The agent has ended or is down: mark all its processes as ended."""
         for process in self.processes.values():
             process.end(f": {why}", gone=True)
         self.outbox.close()
 
 
 class Machines:
-    """All agents that have joined. `live` while workers do; a context manager that listens, and then closes."""
+    """All agents that have joined. Run `live` while workers run; the context manager closes the socket at its end."""
 
     def __init__(self, listen: str, key: str) -> None:
-        """listen: ADDRESS:PORT, where agents join. Raises ConfigError where nothing can listen there."""
+        """listen: ADDRESS:PORT, where agents join. Raises ConfigError if it cannot be bound."""
         self.host = listen.rpartition(":")[0]
         self.key = key
         self._server = secrets.token_hex(8)
         self._joined: dict[str, _Joined] = {}
-        self._refused: dict[str, str] = {}  # by its name, the life of the last that was not taken in
-        self._strangers_told: int | None = None  # looks since it was logged that agents with another key come
-        self._news = asyncio.Event()  # set, and another put in its place, whenever a machine comes or leaves
+        self._refused: dict[str, str] = {}  # by name, the `life` of the last agent that was refused
+        self._strangers_told: int | None = None  # checks since failed handshakes were last logged
+        self._news = asyncio.Event()  # set, and replaced by a new one, whenever a machine joins or leaves
         try:
             self._door = AsyncSocketInbox(f"tcp://{listen}", key.encode())
         except ConfigError as error:
@@ -119,11 +119,11 @@ class Machines:
 
     @property
     def address(self) -> str:
-        """Where agents join, with the port that was chosen where 0 was asked for."""
+        """The address where agents join; if port 0 was configured, with the port that was chosen."""
         return self._door.address
 
     async def live(self) -> None:
-        """Hear agents, and tell them what is to run, until cancelled."""
+        """Receive reports of agents, and send them orders, until cancelled."""
         hearing = asyncio.create_task(self._hear())
         try:
             while True:
@@ -133,12 +133,12 @@ class Machines:
             hearing.cancel()
 
     async def joined(self, name: str) -> None:
-        """Returns once a machine of that name may be told to start workers."""
+        """Returns once a machine of that name has joined and accepts orders."""
         while (machine := self._joined.get(name)) is None or machine.word.leaving:
             await self._news.wait()
 
     def start(self, at: str, order: Order) -> RemoteProcess:
-        """Have a machine that has joined start a worker. Raises OSError where it has left meanwhile."""
+        """Have a machine that has joined start a worker. Raises OSError if it has left."""
         machine = self._joined.get(at)
         if machine is None or machine.word.leaving:
             raise OSError(f"{at} has left")
@@ -147,7 +147,7 @@ class Machines:
         return process
 
     def close(self) -> None:
-        """Have every machine end what it runs for this server, and listen to none any more."""
+        """Have every machine kill its workers of this server, and close the socket."""
         for machine in self._joined.values():
             for process in machine.processes.values():
                 process.wanted = False
@@ -168,8 +168,8 @@ class Machines:
         while True:
             try:
                 messages: Iterable[Wire] = await self._door.get()
-            except (msgspec.MsgspecError, struct.error) as error:  # who has the key has another version
-                log.error("an agent says what is not understood: %s", error)
+            except (msgspec.MsgspecError, struct.error) as error:  # the sender has the key, but another version
+                log.error("an agent sent a message that cannot be decoded: %s", error)
                 continue
             for message in messages:
                 if isinstance(message, Machine):
@@ -179,14 +179,14 @@ class Machines:
         known = self._joined.get(word.name)
         if known is None or known.word.life != word.life:
             if (why_not := self._why_not(known, word)) is not None:
-                if self._refused.get(word.name) != word.life:  # it asks once a second
-                    log.warning("the agent of %s is not taken in: %s", word.name, why_not)
+                if self._refused.get(word.name) != word.life:  # logged once, as the agent retries each second
+                    log.warning("the agent of %s is refused: %s", word.name, why_not)
                 self._refused[word.name] = word.life
                 with self._outbox(word) as outbox:
                     outbox.put(Refused(reason=why_not))
                 return
             if known is not None:
-                known.lose(f"the agent of {word.name} was started anew")
+                known.lose(f"the agent of {word.name} was restarted")
             log.info("%s has joined, from %s", word.name, word.inbox)
             known = self._joined[word.name] = _Joined(self._server, word, self._outbox(word))
             known.say()
@@ -207,14 +207,14 @@ class Machines:
         if not word.inbox.startswith("tcp://"):
             return f"it listens at {word.inbox}, which is not on the network"
         if known is not None and known.unheard < QUIET:
-            return f"another agent was heard as {word.name} lately: wait {QUIET} s, or give one of them another --name"
+            return f"another agent has joined as {word.name}: wait {QUIET} s, or give one of them another --name"
         return None
 
     def _outbox(self, word: Machine) -> SocketOutbox:
         return SocketOutbox(word.inbox, self.key.encode())
 
     def _tell_of_strangers(self) -> None:
-        """Log that agents come whose key is another: at once, and then once a minute."""
+        """Log connections of agents with another key: at once, and then once a minute."""
         failed = self._door.failed_handshakes()
         if self._strangers_told is not None:
             self._strangers_told += 1
@@ -231,13 +231,13 @@ class Machines:
         for name, machine in list(self._joined.items()):
             machine.unheard += 1
             if machine.unheard == QUIET:
-                log.warning("%s has not been heard of for %d s", name, QUIET)
+                log.warning("no report from the agent of %s for %d s", name, QUIET)
             if machine.unheard >= QUIET:
                 for process in machine.processes.values():
                     if not process.wanted:
-                        process.end(f": {name} is not heard of", gone=True)
+                        process.end(f": {name} sends no reports", gone=True)
             if machine.unheard >= GONE:
-                machine.lose(f"{name} has not been heard of for {GONE} s")
+                machine.lose(f"no report from the agent of {name} for {GONE} s")
                 del self._joined[name]
                 self._tell()
             else:
@@ -250,9 +250,9 @@ class Machines:
 
 @asynccontextmanager
 async def open_machines(config: ServeConfig) -> AsyncGenerator[Machines | None]:
-    """The machines of a deployment, which may join while inside; None where it has no others.
+    """The machines of a deployment, which may join while inside; None if the deployment has no [cluster].
 
-    Raises ConfigError where they could not: the key's file, the address.
+    Raises ConfigError if the key file or the listen address cannot be used.
     """
     cluster = config.cluster
     if cluster is None:

@@ -1,8 +1,8 @@
-"""Kubernetes manifests of a deployment: a server, and for each kind of worker a set of pods whose agents join it.
+"""Kubernetes manifests of a deployment: a server, and for each kind of worker a set of pods with agents that join it.
 
-Each pod with an agent is a machine of its own, with one worker; a LeaderWorkerSet keeps the pods, or Ray does. Nothing
-secret is in a manifest: keys are files of a Secret, by its name; the weights are on a volume that is there already, by
-the name of its claim.
+Each pod with an agent counts as one machine, with one worker; the pods are managed by a LeaderWorkerSet or by Ray. A
+manifest contains no secrets: keys are files of a Secret, referenced by its name; the weights are on an existing volume,
+referenced by the name of its claim.
 """
 
 import math
@@ -22,33 +22,34 @@ from redline.worker.config import EngineConfig, Learned
 Manifest = dict[str, Any]
 
 HTTP, JOIN = 8000, 7600  # ports of the server
-DASHBOARD = 8265  # of Ray's head, where whoever reaches it can run what he likes
+DASHBOARD = 8265  # of Ray's head; anyone who reaches it can run any code
 USER = 10001  # as in examples/operators/Dockerfile
-ETC, SECRETS, MODELS = "/etc/redline", "/etc/redline-secrets", "/models"  # where pods have their mounts
-SHARED_MEMORY = "16Gi"  # /dev/shm of a pod, at most: ranks, NCCL and Ray; it counts as the pod's memory
-END_S = 30  # of a pod, above drain_s
+ETC, SECRETS, MODELS = "/etc/redline", "/etc/redline-secrets", "/models"  # mount points in the pods
+SHARED_MEMORY = "16Gi"  # limit of a pod's /dev/shm, used by ranks, NCCL and Ray; it counts as the pod's memory
+END_S = 30  # grace period of a pod in addition to drain_s
 SECRET_FILES = "keys_file", "admin_keys_file", "tls_cert", "tls_key"
 TAKEN = "server", "join"
-NOWHERE = {  # keys of files that are written, for which a pod has no place that lasts
+NOWHERE = {  # keys of files that a pod has no persistent place for
     "responses_file": "answers would be lost with the pod",
-    "unix_socket": "nobody outside the pod would reach it",
+    "unix_socket": "it cannot be reached from outside the pod",
 }
 
 
 class Around(NamedTuple):
-    """What a deployment file does not say of a Kubernetes cluster: names of what is there already."""
+    """Names of existing objects of the Kubernetes cluster, which the deployment file does not contain."""
 
     image: str
-    name: str = "redline"  # what the manifests call themselves
+    name: str = "redline"  # prefix of the names of all objects
     claim: str = "redline-weights"  # a PersistentVolumeClaim with the folders of the weights and the drafter
     secret: str = "redline"  # a Secret with cluster.key, and the files that the deployment names
 
 
 def rendered(config: ServeConfig, kind: str, cluster: Around) -> list[Manifest]:
-    """The server, what keeps the workers' pods, and what both need.
+    """Manifests of the server, of the controllers of the workers' pods, and of the objects that both need.
 
-    kind: "leaderworkerset", a Deployment, and a set for each kind of worker; or "kuberay", a RayJob, in whose cluster
-    Ray starts the agents. Raises ConfigError for any other, and for what a deployment cannot have there.
+    kind: "leaderworkerset": a Deployment, and a LeaderWorkerSet for each kind of worker. "kuberay": a RayJob, with a
+    cluster in which Ray starts the agents. Raises ConfigError for any other kind, and for keys of the deployment that
+    cannot be used in Kubernetes.
     """
     if kind not in ("leaderworkerset", "kuberay"):
         raise ConfigError(f"--kind is {kind!r}; expected leaderworkerset or kuberay")
@@ -70,16 +71,16 @@ def rendered(config: ServeConfig, kind: str, cluster: Around) -> list[Manifest]:
 
 
 def as_yaml(manifests: list[Manifest]) -> str:
-    """For `kubectl apply`. Raises ConfigError where PyYAML is not installed."""
+    """YAML for `kubectl apply`. Raises ConfigError if PyYAML is not installed."""
     try:
         yaml: Any = import_module("yaml")
     except ImportError:
-        raise ConfigError("manifests are written by PyYAML: pip install 'redline[manifests]'") from None
+        raise ConfigError("manifests need PyYAML: pip install 'redline[manifests]'") from None
 
-    def text(dumper: Any, value: str) -> Any:  # of several lines: as lines
+    def text(dumper: Any, value: str) -> Any:  # multi-line strings as block scalars
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
-    def twice(*_: Any) -> bool:  # what is one object here is written in every place
+    def twice(*_: Any) -> bool:  # no YAML anchors: shared objects are written out at every place
         return True
 
     dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": twice})
@@ -87,25 +88,25 @@ def as_yaml(manifests: list[Manifest]) -> str:
     return yaml.dump_all(manifests, Dumper=dumper, sort_keys=False, width=110)
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------------------- checks
 
 
 def _check(config: ServeConfig, cluster: Around) -> None:
     label, most = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 30
     for flag, text in (("--name", cluster.name), *(("workers.name", _name(kind)) for kind in _kinds(config))):
         if label.fullmatch(text) is None or len(text) > most:
-            raise ConfigError(f"{flag} is {text!r}; Kubernetes wants a-z, 0-9 and -, at most {most} of them")
+            raise ConfigError(f"{flag} is {text!r}; Kubernetes allows a-z, 0-9 and -, at most {most} of them")
         if text in TAKEN:
-            raise ConfigError(f"{flag} is {text}, as a part of the manifests is called; take another")
+            raise ConfigError(f"{flag} is {text}, a name that the manifests use themselves; choose another")
     for key in ("admin_port", "metrics_port"):
         if (port := getattr(config, key)) in (HTTP, JOIN):
-            raise ConfigError(f"{key} is {port}, where the server's pod has HTTP ({HTTP}) or agents join ({JOIN})")
+            raise ConfigError(f"{key} is {port}, which the server's pod uses for HTTP ({HTTP}) or agents ({JOIN})")
     for key, why in NOWHERE.items():
         if getattr(config, key) is not None:
-            raise ConfigError(f"{key}: {why}; leave it out of the file that manifests are made of")
+            raise ConfigError(f"{key}: {why}; leave it out of the file that manifests are made from")
     events = config.events
     if events is not None and any(address.startswith("ipc://") for address in (events.endpoint, events.replay or "")):
-        raise ConfigError("events: pods share no path; give tcp://*:PORT, which is then each pod's own")
+        raise ConfigError("events: pods share no file system; give tcp://*:PORT, a port of each pod")
     drafts = config.engine.speculation
     if drafts is not None and drafts.trace is not None:
         raise ConfigError("engine.speculation.trace: it would be lost with the pod; leave it out")
@@ -113,18 +114,19 @@ def _check(config: ServeConfig, cluster: Around) -> None:
         raise ConfigError("engine.speculation.synthetic_acceptance is for benchmarks on loopback; leave it out")
     folders = [_folder(config.weights)] + ([_folder(drafts.drafter)] if isinstance(drafts, Learned) else [])
     if len(set(folders)) < len(folders):
-        raise ConfigError(f"weights and drafter are both called {folders[0]}; the volume has one folder of a name")
+        raise ConfigError(f"weights and drafter are both called {folders[0]}; on the volume their names must differ")
 
 
 def _check_bundles(config: ServeConfig) -> None:
-    """Ray would give a small worker a large pod, and leave none for the large worker; and it keeps all pods."""
+    """Raise ConfigError for kinds of workers with different resources, as Ray could place a small worker in a large pod
+    and leave none for the large worker; and for `least`, as Ray keeps all pods running."""
     if any(kind.least is not None for kind in _kinds(config)):
         raise ConfigError("workers.least: Ray keeps a pod for each worker; use --kind leaderworkerset, or leave it out")
     wanted = {_name(kind): _resources(kind) for kind in _kinds(config)}
     if len({str(resources) for resources in wanted.values()}) > 1:
         each = ", ".join(f"{name} {resources}" for name, resources in wanted.items())
         raise ConfigError(
-            f"[[workers]] want different pods, among which Ray would not tell: {each}; use --kind leaderworkerset"
+            f"[[workers]] need different pods, which Ray does not distinguish: {each}; use --kind leaderworkerset"
         )
 
 
@@ -144,8 +146,8 @@ def _folder(path: str) -> str:
 
 
 def _inside(config: ServeConfig, cluster: Around, *, by_ray: bool) -> ServeConfig:
-    """The deployment as the server's pod reads it: its own paths and ports, and each worker at a pod's name, unless it
-    is Ray that finds a pod for it."""
+    """The deployment for the server's pod: with the pod's paths and ports, and the name of a pod as each worker's
+    machine, unless Ray places the workers."""
     workers: list[Workers] = []
     for kind in _kinds(config):
         for number in range(kind.count):
@@ -165,7 +167,7 @@ def _inside(config: ServeConfig, cluster: Around, *, by_ray: bool) -> ServeConfi
         host="0.0.0.0",
         port=HTTP,
         engine=_engine_inside(config.engine),
-        handoff=Handoff(transport="nixl") if handed_over else config.handoff,  # no pods share their memory
+        handoff=Handoff(transport="nixl") if handed_over else config.handoff,  # pods do not share memory
         cluster=Cluster(listen="", key_file=f"{SECRETS}/cluster.key", kind="ray" if by_ray else "agents"),
         workers=tuple(workers),
         events=_events_inside(config.events),
@@ -198,15 +200,15 @@ def _object(api: str, kind: str, name: str, cluster: Around, **more: Any) -> Man
 
 
 def _services(config: ServeConfig, cluster: Around, *, joined: bool) -> Iterator[Manifest]:
-    """HTTP; and joined: where agents find the server."""
+    """The HTTP service; with `joined`, also the one through which agents find the server."""
     selector = _labels(cluster, "server")
     ports = [{"name": "http", "port": HTTP, "targetPort": "http"}]
     if config.metrics_port:
         ports.append({"name": "metrics", "port": config.metrics_port, "targetPort": config.metrics_port})
     yield _object("v1", "Service", cluster.name, cluster, spec={"selector": selector, "ports": ports})
     if not joined:
-        return  # Ray tells agents where the server is
-    # The server is ready once its workers are, and these find it here before: so it is told before it is ready.
+        return  # Ray passes the server's address to agents
+    # The server becomes ready after its workers, which find it through this service: publish unready addresses.
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -217,8 +219,8 @@ def _services(config: ServeConfig, cluster: Around, *, joined: bool) -> Iterator
 
 
 def _network_policy(config: ServeConfig, cluster: Around, *, by_ray: bool) -> Manifest:
-    """Pods of the deployment reach one another at every port, since workers take any; others reach HTTP alone, but for
-    KubeRay's operator, which hands in the job, and pods of the namespace, which are told [events]."""
+    """Pods of the deployment may reach one another at every port, since workers choose any. Others may reach HTTP only,
+    except that the KubeRay operator submits the job, and pods of the namespace may subscribe to [events]."""
     ports = [{"port": port, "protocol": "TCP"} for port in ("http", config.metrics_port) if port]
     own: Manifest = {"from": [{"podSelector": {"matchLabels": _labels(cluster)}}]}
     ingress: list[Manifest] = [own, {"ports": ports}]
@@ -234,7 +236,7 @@ def _network_policy(config: ServeConfig, cluster: Around, *, by_ray: bool) -> Ma
 
 
 def _event_ports(config: ServeConfig) -> list[tuple[int, int]]:
-    """The first and the last port of what workers tell of their pages, and of what they are asked again."""
+    """First and last port of the workers' KV cache events, and of their replay endpoints."""
     told = [place.events for place in config.places if place.events is not None]
     pairs = [(each.endpoint, each.replay) for each in (told[0], told[-1])] if told else []
     return [
@@ -245,7 +247,7 @@ def _event_ports(config: ServeConfig) -> list[tuple[int, int]]:
 
 
 def _events_inside(events: Events | None) -> Events | None:
-    """At the same ports, of all addresses of each worker's pod."""
+    """[events] with the same ports, bound to all addresses of each worker's pod."""
     if events is None:
         return None
     at = [None if each is None else f"tcp://*:{each.rpartition(':')[2]}" for each in (events.endpoint, events.replay)]
@@ -255,7 +257,7 @@ def _events_inside(events: Events | None) -> Events | None:
 def _deployment(config: ServeConfig, cluster: Around) -> Manifest:
     spec = {
         "replicas": 1,
-        "strategy": {"type": "Recreate"},  # agents are of one server
+        "strategy": {"type": "Recreate"},  # agents can only join one server
         "selector": {"matchLabels": _labels(cluster, "server")},
         "template": _server_pod(config, cluster),
     }
@@ -263,7 +265,7 @@ def _deployment(config: ServeConfig, cluster: Around) -> Manifest:
 
 
 def _leader_worker_set(config: ServeConfig, kind: Workers, cluster: Around) -> Manifest:
-    """Groups of one pod each: a worker has one machine. A pod is called as its set, with its number."""
+    """Groups of one pod each, as a worker has one machine. A pod's name is that of its set and its number."""
     arguments = ["agent", "--join", f"tcp://{cluster.name}-join:{JOIN}", "--key-file", f"{SECRETS}/cluster.key"]
     container = _container("agent", [*arguments, "--name", "$(POD_NAME)", "--listen", "$(POD_IP)"], cluster)
     container |= {"resources": _resources(kind)}
@@ -271,7 +273,7 @@ def _leader_worker_set(config: ServeConfig, kind: Workers, cluster: Around) -> M
         "replicas": kind.count,
         "leaderWorkerTemplate": {
             "size": 1,
-            "restartPolicy": "None",  # what has ended joins again by itself
+            "restartPolicy": "None",  # a restarted agent joins again by itself
             "workerTemplate": _pod(config, cluster, _name(kind), container, ("cluster.key",)),
         },
     }
@@ -280,7 +282,7 @@ def _leader_worker_set(config: ServeConfig, kind: Workers, cluster: Around) -> M
 
 
 def _ray_job(config: ServeConfig, cluster: Around) -> Manifest:
-    """A job whose one command is the server, in the head's pod; its cluster has a group of pods for each kind."""
+    """A RayJob that runs the server in the head's pod; its cluster has a group of pods for each kind of worker."""
     head = _serving_pod(config, cluster, _container("ray-head", [], cluster))
     head["spec"]["containers"][0]["ports"] += [
         {"name": name, "containerPort": port}
@@ -292,14 +294,16 @@ def _ray_job(config: ServeConfig, cluster: Around) -> Manifest:
             "replicas": kind.count,
             "minReplicas": kind.count,
             "maxReplicas": kind.count,
-            "rayStartParams": {"num-cpus": str(kind.engine.ranks)},  # as its bundle: one for a pod
+            "rayStartParams": {
+                "num-cpus": str(kind.engine.ranks)
+            },  # those of its bundle, so that a pod fits one bundle
             "template": _pod(config, cluster, _name(kind), _ray_worker(kind, cluster), ("cluster.key",)),
         }
         for kind in _kinds(config)
     ]
     spec = {
         "entrypoint": f"redline serve {ETC}/deployment.toml --set cluster.listen=$POD_IP:{JOIN}",
-        "submissionMode": "HTTPMode",  # no pod of its own, which would want an image of its own
+        "submissionMode": "HTTPMode",  # without a submitter pod, which would need its own image
         "rayClusterSpec": {
             "headGroupSpec": {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": head},
             "workerGroupSpecs": groups,
@@ -320,16 +324,16 @@ def _server_pod(config: ServeConfig, cluster: Around) -> Manifest:
     container = _container("server", arguments, cluster)
     scheme = "HTTP" if config.tls_cert is None else "HTTPS"
     live, health = ({"path": path, "port": "http", "scheme": scheme} for path in ("/live", "/health"))
-    # The process; a model that loads for minutes is not restarted for it.
+    # Liveness of the process: loading a model takes minutes, and must not cause a restart.
     container["startupProbe"] = {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 30}
     container["livenessProbe"] = {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5}
-    # The model: no request comes before it is loaded, and none once the server drains.
+    # Readiness of the model: no requests before it is loaded, and none while the server drains.
     container["readinessProbe"] = {"httpGet": health, "periodSeconds": 5, "timeoutSeconds": 5}
     return _serving_pod(config, cluster, container)
 
 
 def _serving_pod(config: ServeConfig, cluster: Around, container: Manifest) -> Manifest:
-    """A pod with the deployment's file, and all its secrets."""
+    """A pod with the deployment file and all its secrets."""
     container["ports"] = [{"name": "http", "containerPort": HTTP}, {"name": "join", "containerPort": JOIN}]
     container["volumeMounts"].append({"name": "config", "mountPath": ETC, "readOnly": True})
     files = ("cluster.key", *(Path(path).name for _, path in _secret_files(config)))
@@ -339,7 +343,7 @@ def _serving_pod(config: ServeConfig, cluster: Around, container: Manifest) -> M
 
 
 def _container(name: str, arguments: list[str], cluster: Around) -> Manifest:
-    """arguments: of `redline`; none: whoever keeps the pod has a command of its own."""
+    """arguments: of `redline`; empty: the pod's controller sets the command."""
     return {
         "name": name,
         "image": cluster.image,
@@ -378,7 +382,7 @@ def _pod(
                 "name": "secrets",
                 "secret": {
                     "secretName": cluster.secret,
-                    "defaultMode": 0o440,  # for the pod's group: a key that every user can read is refused
+                    "defaultMode": 0o440,  # readable by the pod's group: a world-readable key is refused
                     "items": [{"key": name, "path": name} for name in dict.fromkeys(secrets)],
                 },
             },
@@ -390,7 +394,7 @@ def _pod(
 
 
 def _resources(kind: Workers) -> Manifest:
-    """GPUs as `devices` or `ranks` have it; on a CPU, processors."""
+    """GPUs by `devices`, else by `ranks`; with device = "cpu", CPUs by `cores`, else by `ranks`."""
     if kind.engine.device == "cpu":
         return {"requests": {"cpu": str(len(kind.cores) or kind.engine.ranks)}}
     gpus = len(kind.devices) // kind.count or kind.engine.ranks

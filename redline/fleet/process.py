@@ -1,4 +1,4 @@
-"""A worker's process on this machine: started, watched, ended. The server has some, and so has every agent."""
+"""A worker's process on this machine: start, watch and kill it. Used by the server and by every agent."""
 
 import asyncio
 import os
@@ -22,16 +22,16 @@ from redline.worker.config import AREA_BYTES, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"  # a worker's command
 OF_A_WORKER = "torch", "numpy", "safetensors", "llguidance"  # packages that the server itself does not import
-LEAST_FILES = 256  # sockets to workers, pipes, libraries, and some connections
-LEAST_ADDRESSES = 2 << 30  # bytes
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
+LEAST_FILES = 256  # open files: sockets to workers, pipes, libraries, and some connections
+LEAST_ADDRESSES = 2 << 30  # bytes of address space
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # SIGHUP: the terminal was closed
 
 
 def check_process() -> None:
-    """ConfigError where this process is given less than a server or an agent needs, works in no folder, or could start
-    no worker for want of a package.
+    """Raise ConfigError if the limits of this process are too low for a server or an agent, its working directory does
+    not exist, or a package that workers need is missing.
 
-    Its bound on open files is raised to `limits.FILES` as far as the hard one allows; what it starts inherits that.
+    Raises the soft limit on open files to `limits.FILES`, as far as the hard limit allows; child processes inherit it.
     """
     try:
         os.getcwd()
@@ -42,57 +42,57 @@ def check_process() -> None:
             raise ConfigError(not_installed(package))
     if (files := open_files()) < LEAST_FILES:
         raise ConfigError(
-            f"this process may open {files} files; expected {LEAST_FILES} at least: "
+            f"this process may open {files} files; expected at least {LEAST_FILES}: "
             f"ulimit -n {LEAST_FILES}, or LimitNOFILE={LEAST_FILES} of its service"
         )
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY and memory < LEAST_ADDRESSES:
         raise ConfigError(
-            f"this process may have {memory / 2**30:.1f} GiB of addresses; a worker needs "
+            f"this process is limited to {memory / 2**30:.1f} GiB of address space; a worker needs "
             f"{LEAST_ADDRESSES >> 30} GiB for its libraries alone: ulimit -v unlimited"
         )
 
 
 class Process(Protocol):
-    """One start of a worker, wherever it runs."""
+    """One start of a worker, on this or another machine."""
 
-    pid: int | None  # on this machine; None: it runs on another
-    ended: "asyncio.Future[str]"  # how, once it has, behind "the worker has ended": " with code 1"
-    gone: bool  # it has ended with its machine, which is none of its own doing
+    pid: int | None  # None: the process is on another machine
+    ended: "asyncio.Future[str]"  # how it ended, to be appended to "the worker has ended", such as " with code 1"
+    gone: bool  # it ended because its machine is down, which does not count as its failure
     leaving: asyncio.Event  # set once its machine is about to leave
 
     def kill(self) -> None:
-        """End it at once; idempotent."""
+        """Kill it at once; idempotent."""
         ...
 
     def close(self) -> None:
-        """Take away what it has left behind, once it has ended."""
+        """Remove the files that it has left, once it has ended."""
         ...
 
 
 class LocalProcess:
-    """A worker's process on this machine; it ends with this process, however that ends."""
+    """A worker's process on this machine; it ends when this process ends for any reason."""
 
     gone = False
 
     def __init__(self, process: "subprocess.Popen[bytes]", parcels: Path | None) -> None:
-        """parcels: the folder of what it hands over, where it has one."""
+        """parcels: the folder of its KV transfer buffers; None: it has none."""
         self.pid: int | None = process.pid
         self.leaving = asyncio.Event()
         self._process = process
         self._parcels = parcels
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = loop.create_future()
-        # Of its own, as the loop's have other work; and a daemon, since an interpreter that ends waits for others.
+        # A thread of its own, as those of the loop's executor are shared; a daemon, so that the interpreter can exit.
         threading.Thread(target=self._wait, args=(loop,), name="waiter", daemon=True).start()
 
     def kill(self) -> None:
-        """End it at once; idempotent."""
+        """Kill it at once; idempotent."""
         if self._process.poll() is None:
             self._process.kill()
 
     def close(self) -> None:
-        """Take away what it has left behind, once it has ended."""
+        """Remove the files that it has left, once it has ended."""
         if self._parcels is not None:
             for left in self._parcels.glob(f"parcels-{self.pid}-*"):
                 left.unlink(missing_ok=True)
@@ -102,7 +102,7 @@ class LocalProcess:
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
         how = f" with code {self._process.wait()}"
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(self._has_ended, how)
 
     def _has_ended(self, how: str) -> None:
@@ -111,29 +111,29 @@ class LocalProcess:
 
 
 def start_worker(config: WorkerConfig, devices: tuple[int, ...]) -> "subprocess.Popen[bytes]":
-    """A worker's process, which reads its config from a pipe that ends with this process.
+    """Start a worker's process. It reads its config from a pipe, and exits when the pipe closes with this process.
 
-    devices: GPUs that it sees; none: all that this process sees. Raises OSError.
+    devices: GPUs that it sees; empty: all that this process sees. Raises OSError.
     """
     environment = dict(os.environ)
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
-    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
-    # interrupted even while it imports, before it can say so itself.
+    # Ctrl-C, and a service manager's SIGTERM, reach the whole process group. A child inherits blocked signals, so the
+    # worker is not interrupted while it imports, before it can ignore them itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, env=environment)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+    with suppress(BrokenPipeError):  # it has ended already, which the caller will notice
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     return process
 
 
 def folder_for_parcels(lenders: int) -> Path:
-    """A folder of mode 0700, in the host's memory where that has room for the parcels of so many workers.
+    """A folder of mode 0700 for KV transfer buffers, in /dev/shm if that has room for those of `lenders` workers.
 
     Raises ConfigError.
     """
@@ -142,4 +142,4 @@ def folder_for_parcels(lenders: int) -> Path:
         room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > lenders * 2 * AREA_BYTES
         return Path(tempfile.mkdtemp(prefix="redline-", dir=memory if room else None))
     except OSError as error:
-        raise ConfigError(f"no folder for what workers hand over: {error}; set TMPDIR to one") from None
+        raise ConfigError(f"no folder for KV transfer buffers: {error}; set TMPDIR to a writable one") from None

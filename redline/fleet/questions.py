@@ -1,4 +1,4 @@
-"""What one process of a deployment asks another, and waits for (`wire.replicas.Ask`, `Told`)."""
+"""Queries between the processes of a deployment, and their answers (`wire.replicas.Ask`, `Told`)."""
 
 import asyncio
 import itertools
@@ -7,11 +7,11 @@ from typing import Literal
 from redline.wire.channel import Outbox
 from redline.wire.replicas import Ask, Told
 
-ASK_S = 2.0  # for an answer: who gives none in that time is stopped, or has ended
+ASK_S = 2.0  # timeout of an answer: a process that sends none by then is stopped, or has ended
 
 
 class Questions:
-    """Those of this process that have not been answered."""
+    """The pending queries of this process."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -20,7 +20,7 @@ class Questions:
     async def ask(
         self, outbox: Outbox, what: Literal["metrics", "status", "request", "reload"], about: str = ""
     ) -> bytes | None:
-        """What the process that an outbox leads to answers; None where it does not within ASK_S seconds."""
+        """Query the process at the other end of `outbox`. Returns its answer, or None after ASK_S seconds."""
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
@@ -33,7 +33,7 @@ class Questions:
             del self._open[number]
 
     def told(self, told: Told) -> None:
-        """Take in an answer; one that came too late is nobody's."""
+        """Process an answer; one that arrives after the timeout is dropped."""
         answer = self._open.get(told.number)
         if answer is not None and not answer.done():
             answer.set_result(told.body)

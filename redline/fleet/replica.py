@@ -1,8 +1,8 @@
-"""The process of one replica of the API: reads its config, serves the connections that it is handed, until told to end.
+"""The process of one API replica: reads its config, and serves the connections that it receives until it is stopped.
 
-Its standard input is a pipe from the process that started it, which writes one line and keeps it open. When that
-process dies, however it dies, the pipe ends and so does the replica. What it has to know of workers and of other
-replicas it is told by that process (`wire.replicas`); jobs and what comes of them go between it and the workers.
+Its standard input is a pipe from its supervisor, which writes one line and keeps the pipe open. When the supervisor
+dies for any reason, the pipe closes and the replica exits. The supervisor sends it the lists of workers and of other
+replicas (`wire.replicas`); jobs and their results are exchanged with the workers directly.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from redline.fleet.front import Front, end, limits_of, open_front
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.questions import Questions
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.base import Record
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.news import Missed, Stop
 from redline.wire.replicas import Ask, AtWorker, Drain, OfKey, Roster, Start, Told, Use
 
-SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
+SWITCH_S = 0.0005  # interpreter switch interval: the event loop waits at most this long for a thread that tokenizes
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 log = logging.getLogger("redline.fleet")
@@ -51,21 +51,21 @@ class ReplicaConfig(Record, frozen=True):
 
     name: str  # of this start
     config: ServeConfig
-    inbox: str  # the address where it hears its supervisor
-    outbox: str  # and where it speaks to it
-    writer: bytes  # what it numbers its messages to workers under
-    door: int  # the descriptor through which it is handed connections
-    secret: bytes  # what names of keys that have none are made with
+    inbox: str  # address on which it receives messages of its supervisor
+    outbox: str  # address to which it sends messages for its supervisor
+    writer: bytes  # the sender id of its messages to workers
+    door: int  # descriptor of the socket through which it receives connections
+    secret: bytes  # key of the hash that names API keys without a name
 
 
 class _Worker:
-    """One start of a worker, and what this replica and it speak through."""
+    """One start of a worker, and this replica's sockets to it."""
 
     def __init__(self, start: Start, writer: bytes) -> None:
         self.start = start
         self.inbox = AsyncSocketInbox(start.outbox)
         self.outbox = SocketOutbox(start.inbox, writer=writer)
-        self.link: Link | None = None
+        self.link: WorkerHandle | None = None
         self.following: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class _Worker:
             self.following.cancel()
             await asyncio.wait({self.following})
             if not self.following.cancelled() and (error := self.following.exception()) is not None:
-                log.error("what %s said could not be taken in", self.start.worker, exc_info=error)
+                log.error("messages of %s could not be processed", self.start.worker, exc_info=error)
         self.inbox.close()
         self.outbox.close()
 
@@ -102,14 +102,14 @@ class _Replica:
         self._door = socket.socket(fileno=told.door)
         self._door.setblocking(False)
         self._taken = 0
-        self._coming = 0  # of those, that the server has not got yet
+        self._coming = 0  # received connections that the server has not accepted yet
         self._roster = 0
         self._frozen = False
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def live(self, inbox: AsyncSocketInbox) -> None:
-        """Serve until told to stop."""
+        """Serve until a Stop message arrives."""
         gateway, edge, server, spans = self._front
         serving = asyncio.create_task(server.serve(sockets=[]))
         while not server.started and not serving.done():
@@ -135,7 +135,7 @@ class _Replica:
                 await asyncio.to_thread(spans.close)
         for task in (serving, *beside):
             if task.done() and not task.cancelled():
-                task.result()  # what has ended it, where nobody has told it to
+                task.result()  # re-raise if the task failed on its own
 
     # -- from the supervisor
 
@@ -148,7 +148,7 @@ class _Replica:
                     case Use():
                         self._other(message)
                     case Ask():
-                        if message.what == "reload":  # which may wait for a file
+                        if message.what == "reload":  # a task of its own, since it reads a file
                             self._keep(asyncio.create_task(self._reload(message)))
                         else:
                             self._outbox.put(Told(number=message.number, body=self._answer(message)))
@@ -159,12 +159,12 @@ class _Replica:
                     case Stop():
                         self._stop.set()
                     case Missed():
-                        pass  # of a roster it learns by its number, of all else again
+                        pass  # a lost roster is noticed by its number and sent again; other messages are repeated
                     case _:
-                        raise AssertionError(f"a replica is not told {type(message).__name__}")
+                        raise AssertionError(f"unexpected message to a replica: {type(message).__name__}")
 
     def _follow(self, roster: Roster) -> None:
-        """Take in which workers and which replicas there are."""
+        """Process the lists of workers and replicas."""
         self._roster = roster.number
         gateway, keyring = self._front.gateway, self._front.edge.keyring
         for gone in gateway.others.keep(roster.replicas):
@@ -197,12 +197,12 @@ class _Replica:
         assert worker.link is not None
         if worker.link.lost is None:
             if worker.following is not None:
-                worker.following.cancel()  # what it still says is about nobody's jobs
+                worker.following.cancel()  # its remaining messages refer to jobs that no longer exist
             self._front.gateway.lose(worker.link, reason, asked=asked)
             self._keep(asyncio.create_task(worker.close()))
 
     def _other(self, use: Use) -> None:
-        """Take in what another replica has under way."""
+        """Process another replica's heartbeat: its running and waiting requests."""
         self._front.gateway.hear(use)
         if (keyring := self._front.edge.keyring) is not None:
             for of_key in use.keys:
@@ -234,7 +234,7 @@ class _Replica:
             if not self._frozen and self._front.gateway.ready is not None:
                 self._frozen = True
                 gc.collect()
-                gc.freeze()  # what stands now stays; a full collection that walked through it holds up every stream
+                gc.freeze()  # these objects are permanent; a full collection over them would stall every stream
             await asyncio.sleep(LOOK_S)
 
     def _use(self) -> Use:
@@ -272,7 +272,7 @@ class _Replica:
         )
 
     async def _scrape(self) -> bytes:
-        """/metrics of the whole server; where the supervisor does not answer, of this replica."""
+        """/metrics of the whole server; of this replica only if the supervisor does not answer."""
         told = await self._questions.ask(self._outbox, "metrics")
         return self._front.gateway.metrics.expose() if told is None else told
 
@@ -281,7 +281,7 @@ class _Replica:
     def _take(self) -> None:
         try:
             connections = take(self._door)
-        except EOFError:  # the supervisor has ended; the pipe says so too
+        except EOFError:  # the supervisor has ended; the pipe on standard input closes too
             asyncio.get_running_loop().remove_reader(self._door)
             return
         self._taken += len(connections)
@@ -301,11 +301,11 @@ class _Replica:
 
 
 def main() -> int:
-    """Serve until told to stop: 0. What nobody foresaw is logged, and the process ends with code 1."""
+    """Serve until stopped; returns 0. An unexpected error is logged, and the process exits with code 1."""
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
+        signal.signal(number, signal.SIG_IGN)  # signals reach the whole process group; the parent sends Stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if sys.platform == "linux":  # once the parent has died: a replica that is stopped could not leave
+    if sys.platform == "linux":  # SIGCONT when the parent dies: a replica stopped by SIGSTOP could not exit
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     told = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaConfig)
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
@@ -318,8 +318,8 @@ async def _run(told: ReplicaConfig) -> int:
     with AsyncSocketInbox(told.inbox) as inbox, SocketOutbox(told.outbox) as outbox:
         try:
             await _Replica(told, outbox).live(inbox)
-        except Exception:  # the last place
-            log.exception("%s met an error that nobody foresaw", told.name)
+        except Exception:  # the outermost handler
+            log.exception("unexpected error in %s", told.name)
             return 1
     return 0
 
@@ -327,7 +327,7 @@ async def _run(told: ReplicaConfig) -> int:
 def _leave_with_parent(leave: Callable[[int], object] = os._exit) -> None:
     while os.read(0, 4096):
         pass
-    leave(1)  # nobody is left to tell
+    leave(1)  # no clean shutdown: the supervisor is gone
 
 
 if __name__ == "__main__":

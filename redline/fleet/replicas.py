@@ -1,5 +1,5 @@
-"""`redline serve` with several replicas of the API: this process listens, starts workers and replicas, and starts each
-again that ends. It carries no stream, so what ends a replica ends the streams of that one alone."""
+"""`redline serve` with several API replicas: this process listens, starts workers and replicas, and restarts those that
+end. Streams do not pass through it, so the failure of a replica ends only that replica's streams."""
 
 import asyncio
 import logging
@@ -23,11 +23,11 @@ from redline.api.response_store import ResponseStore
 from redline.api.scrape import create_metrics_app
 from redline.errors import WorkerLost
 from redline.fleet.config import ServeConfig
-from redline.fleet.desk import FleetDesk
-from redline.fleet.doorman import Doorman
+from redline.fleet.desk import AdminAggregator
+from redline.fleet.doorman import ConnectionBalancer
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.fleet.front import Doors, end, limits_of, serve_beside
-from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
+from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.signals import Signals
@@ -35,14 +35,14 @@ from redline.fleet.supervisor import Supervisor
 from redline.wire.channel import WRITER_BYTES, AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Ready, Stop
 
-LEAVE_S = 5.0  # for a replica to tell its clients that it is over, and leave
-IDLE_S = 0.05  # between two looks whether answers still run
+LEAVE_S = 5.0  # for a replica to end its streams with an error and exit
+IDLE_S = 0.05  # between two checks whether answers still run
 
 log = logging.getLogger("redline.fleet")
 
 
-class SupervisedReplica(Kept):
-    """One replica of the API through all its starts."""
+class SupervisedReplica(SupervisedProcess):
+    """One API replica through all its starts."""
 
     def __init__(
         self, name: str, config: ServeConfig, fleet: Fleet, sockets: Path, changed: Callable[[str], None]
@@ -50,7 +50,7 @@ class SupervisedReplica(Kept):
         """sockets: the folder for its sockets. changed: called with its name when it begins to serve, and when it has
         ended."""
         proven = asyncio.Event()
-        proven.set()  # mistakes in the deployment have been looked for before, so what ends a start is none
+        proven.set()  # the deployment was checked before, so a failed start is not due to a mistake in it
         super().__init__(name, again=config.resume_s > 0, proven=proven)
         self._config = config
         self._fleet = fleet
@@ -76,20 +76,20 @@ class SupervisedReplica(Kept):
             theirs.close()
             start = ReplicaStart(self.name, epoch, outbox, writer, ours, process.pid)
             self._fleet.enter(start)
-            waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")  # its own: the loop's have other work
+            waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")  # its own: the loop's executor is shared
             ended = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(waiter, process.wait))
             following = asyncio.create_task(self._follow(start, inbox))
             silence = asyncio.create_task(until_silent(start))
             stopping = asyncio.create_task(self._stopping.wait())
-            began, why = clock(), "it was told to"
+            began, why = clock(), "it was stopped"
             try:
                 await asyncio.wait({ended, following, stopping, silence}, return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
                     why = f"it has ended with code {process.returncode}"
                 elif silence.done():
-                    why = f"it has not been heard of for {SILENCE_S} s"
+                    why = f"it has sent no heartbeat for {SILENCE_S} s"
                 elif following.done():
-                    why = "its messages are not read any more"
+                    why = "its messages could not be processed"
             finally:
                 for task in (silence, stopping):
                     task.cancel()
@@ -105,7 +105,7 @@ class SupervisedReplica(Kept):
                 following.cancel()
                 await asyncio.wait({following})
                 if not following.cancelled() and (error := following.exception()) is not None:
-                    log.error("what %s said could not be taken in", name, exc_info=error)
+                    log.error("messages of %s could not be processed", name, exc_info=error)
                 waiter.shutdown(wait=False)
                 if process.stdin is not None:
                     with suppress(BrokenPipeError):
@@ -124,14 +124,14 @@ class SupervisedReplica(Kept):
 
 
 def _start_process(config: ReplicaConfig) -> "subprocess.Popen[bytes]":
-    """A replica's process, which reads its config from a pipe that ends with this process."""
-    # As a worker's: signals reach the whole group, and it is not interrupted before it can say that it ignores them.
+    """Start a replica's process. It reads its config from a pipe, and exits when the pipe closes with this process."""
+    # As for a worker: signals reach the whole process group, and must not interrupt it before it ignores them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     command = [sys.executable, "-m", "redline.fleet.replica"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[config.door])
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+    with suppress(BrokenPipeError):  # it has ended already, which the caller will notice
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     return process
@@ -140,17 +140,17 @@ def _start_process(config: ReplicaConfig) -> "subprocess.Popen[bytes]":
 async def serve_replicas(
     sockets: Path, config: ServeConfig, doors: Doors, signals: Signals, announce: Callable[[Ready], None]
 ) -> int:
-    """Serve until asked to end (0), or until all workers or all replicas have been given up (1).
+    """Serve until a stop signal (returns 0), or until all workers or all replicas have been given up (returns 1).
 
     announce: called once every replica answers. Raises as `serve.serve`.
     """
     if config.responses_file is not None:
-        ResponseStore(Path(config.responses_file)).close()  # replicas that made it at once could find it locked
-    desk: FleetDesk
+        ResponseStore(Path(config.responses_file)).close()  # created here: replicas creating it together could lock it
+    desk: AdminAggregator
     fleet = Fleet(Metrics(config.names[0]), sockets, lambda start, ask: desk.answer(start, ask))
     supervisor = Supervisor(config, fleet, sockets)
-    desk = FleetDesk(fleet, config.drain_s, signals.end, supervisor.replace, supervisor.turn)
-    doorman = Doorman(doors.api, fleet.replicas.values)
+    desk = AdminAggregator(fleet, config.drain_s, signals.end, supervisor.replace, supervisor.turn)
+    doorman = ConnectionBalancer(doors.api, fleet.replicas.values)
 
     def changed(of: str) -> None:
         if not any(start.of == of for start in fleet.replicas.values()):
@@ -202,14 +202,14 @@ async def serve_replicas(
 
 
 async def _until_none_is_left(replicas: Sequence[SupervisedReplica], lives: "Sequence[asyncio.Task[None]]") -> None:
-    """Raises WorkerLost once no replica is left, nor will be: why."""
+    """Raises WorkerLost with the reason once no replica is left and none will be restarted."""
     await asyncio.gather(*lives)
     reasons = (f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up is not None)
     raise WorkerLost(next(reasons, "all replicas of the API have ended"))
 
 
 async def _until_known(fleet: Fleet, stop: asyncio.Event, serving: "asyncio.Task[None]") -> bool:
-    """Returns once every replica knows a worker that answers; False where `stop` is set before. Raises as `serving`."""
+    """Returns once every replica knows a worker that answers; False if `stop` is set before. Raises as `serving`."""
     while not fleet.known and not stop.is_set():
         if serving.done():
             serving.result()
@@ -220,8 +220,8 @@ async def _until_known(fleet: Fleet, stop: asyncio.Event, serving: "asyncio.Task
 async def _drain(
     fleet: Fleet, seconds: float, ends: "set[asyncio.Task[str] | asyncio.Task[None]]", now: asyncio.Event
 ) -> None:
-    """Wait until no replica reads or answers a request; no longer than so many seconds, until one of `ends` ends, or
-    `now`."""
+    """Wait until no replica reads or answers a request; at most `seconds`, or until one of `ends` is done or `now` is
+    set."""
     until = asyncio.get_running_loop().time() + seconds
     while not fleet.drained and asyncio.get_running_loop().time() < until:
         if now.is_set() or any(task.done() for task in ends):

@@ -1,8 +1,8 @@
-"""`redline serve`: worker processes with the model, one API process with everything else, and the life of all.
+"""`redline serve`: worker processes with the model, one API process with everything else, and their lifecycle.
 
-This process has the API. It claims its port first, so that a port in use is said at once; starts the workers, and
-serves while they load, if only to say so; prints how to reach the server once the model is loaded; starts a worker
-again that ends; and stops the workers when it stops itself.
+This process has the API. It binds its port first, so that a port in use is reported at once; starts the workers, and
+serves while they load, if only with 503; prints how to reach the server once the model is loaded; restarts a worker
+that ends; and stops the workers when it stops itself.
 """
 
 import asyncio
@@ -58,19 +58,19 @@ from redline.worker.config import SUFFIX, DraftConfig, Learned
 
 log = logging.getLogger("redline.fleet")
 
-KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
-GRACE_S = 3.0  # for clients to be told that it is over
-IDLE_S = 0.05  # between two looks whether answers still run
+KEY_VARIABLE = "REDLINE_API_KEY"  # environment variable that the printed example commands read a key from
+GRACE_S = 3.0  # for running streams to end with an error, after all workers failed
+IDLE_S = 0.05  # between two checks whether answers still run
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
-SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
+SWITCH_S = 0.0005  # interpreter switch interval: the event loop waits at most this long for a thread that tokenizes
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Serve until one of STOP_SIGNALS comes (returns 0), or until worker or server end by themselves (returns 1).
+    """Serve until one of STOP_SIGNALS arrives (returns 0), or until workers or server end by themselves (returns 1).
 
-    Raises ConfigError for what is wrong with the deployment or its files, and where the worker cannot load the model;
-    WorkerLost where it ends while loading and cannot say why.
+    Raises ConfigError for mistakes in the deployment or its files, and if no worker can load the model; WorkerLost if
+    a worker ends while loading without a reason.
     """
     folder = Path(config.weights)
     here = any(place.at is None for place in config.places)
@@ -80,7 +80,7 @@ def serve(config: ServeConfig, console: Console) -> int:
         _check_drafting(speculation)
     check_origins(config.cors_origins)
     if config.keys_file is not None:
-        read_keys(Path(config.keys_file), config.per_key, config.sla)  # before a model is loaded for minutes
+        read_keys(Path(config.keys_file), config.per_key, config.sla)  # checked before minutes of loading the model
     if config.admin_keys_file is not None:
         read_keys(Path(config.admin_keys_file))
     if config.tls_cert is not None and config.tls_key is not None:
@@ -101,7 +101,7 @@ def serve(config: ServeConfig, console: Console) -> int:
 
 
 def _for_this_machine(config: ServeConfig) -> bool:
-    """Whether it serves whoever uses this machine, without keys: then it has admin routes with a key of its own."""
+    """Whether it listens on loopback only and needs no keys; then it has admin routes with a generated key."""
     return (
         config.admin_keys_file is None
         and config.keys_file is None
@@ -112,38 +112,38 @@ def _for_this_machine(config: ServeConfig) -> bool:
 
 def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
     for warning in _warnings(config):
-        with suppress(OSError):  # as of a file on a full disk, which is logged once the server is ready
+        with suppress(OSError):  # such as a full disk, which is logged once the server is ready
             console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
         try:
             return uvloop.run(_serve(config, folder, doors, console))
         finally:
-            # This thread has them blocked by now, but a thread that still ends beside it may be given one.
+            # This thread blocks the signals by now, but they may be delivered to another thread that has not ended yet.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
 
 def _warnings(config: ServeConfig) -> Iterator[str]:
-    """What an operator should know of a deployment before it is served."""
+    """Warnings for the operator about a deployment, printed before it is served."""
     speculation = config.engine.speculation
     if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         yield (
             f"{config.host} is reachable from other machines and no keys_file is set: "
-            "everyone who reaches the port is served"
+            "every client that can reach the port can use the server"
         )
     if config.events is not None and not config.events.local:
-        yield "events: whoever reaches these addresses is told the tokens of all prompts, without a key"
+        yield "events: every client that can reach these addresses can read the tokens of all prompts, without a key"
     if speculation is not None and speculation.trace is not None:
         yield f"users' text is written to {speculation.trace} (engine.speculation.trace)"
     if config.engine.synthetic_rates():
-        yield "synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
+        yield "synthetic acceptance: draft tokens are accepted at random, so the answers are not the model's"
     if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
         yield "standard error is closed: what the server logs is lost"
 
 
 def _check_tls(cert: str, key: str) -> None:
-    """ConfigError, before a model is loaded for minutes, where HTTPS cannot be served with these files."""
+    """Raise ConfigError, before minutes of loading the model, if HTTPS cannot be served with these files."""
     try:
         server_context(cert, key)
     except OSError as error:
@@ -151,7 +151,7 @@ def _check_tls(cert: str, key: str) -> None:
 
 
 def _check_drafting(speculation: DraftConfig) -> None:
-    """ConfigError, before a model is loaded for minutes."""
+    """Raise ConfigError, before minutes of loading the model, if the drafter's or trace's folder is missing."""
     if isinstance(speculation, Learned):
         try:
             check_drafter(Path(speculation.drafter))
@@ -162,13 +162,13 @@ def _check_drafting(speculation: DraftConfig) -> None:
 
 
 def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:
-    """ConfigError where not even the question that we print could be asked."""
+    """Raise ConfigError if `max_model_len` is too short even for the printed example question."""
     prompt = len(encode(Conversation((Message("user", EXAMPLE),)), tokenizer, style))
     least = prompt + LEAST_ANSWER
     if max_model_len < least:
         raise ConfigError(
-            f"max-model-len is {max_model_len}; expected {least} at least: {EXAMPLE!r} is a prompt of {prompt} tokens, "
-            f"and its answer needs some, say {LEAST_ANSWER}; where max-model-len is not set, give a larger kv-memory"
+            f"max-model-len is {max_model_len}; expected at least {least}: {EXAMPLE!r} is a prompt of {prompt} tokens, "
+            f"and its answer needs about {LEAST_ANSWER}; if max-model-len is not set, give a larger kv-memory"
         )
 
 
@@ -183,10 +183,10 @@ def _listen(host: str, port: int, option: str = "--port") -> socket.socket:
         listener.close()
         why = {
             errno.EADDRINUSE: f"another server may be running there; choose one with {option}",
-            errno.EACCES: f"ports below 1024 are the administrator's; choose one with {option}",
+            errno.EACCES: f"ports below 1024 need root privileges; choose another with {option}",
         }.get(error.errno or 0, "is host an address of this machine?")
         raise ConfigError(f"port {port} on {host} cannot be used ({error.strerror}): {why}") from None
-    except (TypeError, ValueError):  # no name at all: too long, or with a zero byte
+    except (TypeError, ValueError):  # not a host name: too long, or with a zero byte
         listener.close()
         raise ConfigError(f"host is {host!r}; expected an address of this machine, such as 127.0.0.1") from None
     listener.setblocking(False)
@@ -194,7 +194,7 @@ def _listen(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def _listen_at(path: str) -> socket.socket:
-    """A socket in the file system, for its owner and group; one that a server which ended left behind is replaced."""
+    """A Unix socket for its owner and group (mode 0660); a stale one of a server that has ended is replaced."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket():
@@ -217,8 +217,8 @@ def _listen_at(path: str) -> socket.socket:
 
 async def _serve(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
     signals = Signals()
-    for number in STOP_SIGNALS:  # before there is anything to leave behind
-        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+    for number in STOP_SIGNALS:  # before there is anything to clean up
+        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup sets it to SIG_IGN
             handler = signals.hang_up if number is signal.SIGHUP else signals.end
             asyncio.get_running_loop().add_signal_handler(number, handler)
     try:
@@ -226,7 +226,7 @@ async def _serve(config: ServeConfig, folder: Path, doors: Doors, console: Conso
             async with open_machines(config) as machines:
                 return await _serve_through(sockets, machines, config, folder, doors, signals, console)
     finally:
-        # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
+        # Everything is shut down: another Ctrl-C would only interrupt the interpreter's own cleanup.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
@@ -236,7 +236,7 @@ def _sockets() -> Generator[Path]:
     try:
         sockets = Path(tempfile.mkdtemp(prefix="redline-"))
     except OSError as error:
-        raise ConfigError(f"no folder for the sockets: {error}; TMPDIR names one that can be written") from None
+        raise ConfigError(f"no folder for the sockets: {error}; set TMPDIR to a writable one") from None
     try:
         yield sockets
     finally:
@@ -259,18 +259,18 @@ async def _serve_through(
         config = msgspec.structs.replace(config, admin_keys_file=str(file))
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
-        _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
+        _check_length(config.engine.max_model_len, tokenizer, style)  # checked before minutes of loading the model
 
     def announce(ready: Ready) -> None:
         _check_length(ready.max_model_len, tokenizer, style)
         try:
             _announce(config, doors, admin_key, ready, console)
-        except OSError as error:  # the file that it goes to may be on a full disk
+        except OSError as error:  # standard output may be a file on a full disk
             log.error("standard output cannot be written (%s); the server is ready", error.strerror or error)
             drop_held(console.file)
 
     if config.api_replicas > 1:
-        if (spans := open_spans()) is not None:  # each replica has its own: what cannot be had is said here
+        if (spans := open_spans()) is not None:  # each replica opens its own; opened here too, to raise its ConfigError
             await asyncio.to_thread(spans.close)
         return await serve_replicas(sockets, config, doors, signals, announce)
     connections = Connections(limits_of(config))
@@ -281,7 +281,7 @@ async def _serve_through(
     supervisor = Supervisor(config, gateway, sockets, machines)
     steering = None
     if config.steer is not None:
-        from redline.fleet.steer import Steering  # which brings numpy: `--help` does without
+        from redline.fleet.steer import Steering  # imports numpy, which `--help` must not wait for
 
         steering = Steering(config.steer, gateway, supervisor, config.sla)
     told = (lambda: None) if steering is None else steering.told
@@ -304,15 +304,15 @@ async def _serve_through(
             raise
         if ready is None and gateway.ready is None:
             return 0
-        if ready is not None:  # else it is to end, while some workers serve already and others load
+        if ready is not None:  # else it was stopped while some workers already serve and others load
             gc.collect()
-            gc.freeze()  # a full collection that walked through all of this took 30 to 100 ms of a stream
+            gc.freeze()  # a full collection over all these objects stalled streams for 30 to 100 ms
             announce(ready)
         stopping, given_up = asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.given_up())
         await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
         lost = not stopping.done()
         if lost:
-            # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
+            # A server that can only answer with errors must exit, so that its service manager restarts it.
             what = given_up.result() if given_up.done() else "the server has failed"
             gateway.lose_all(what)
             log.error("%s; stopping", what)
@@ -347,7 +347,7 @@ async def _serve_through(
 
 
 async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
-    """Wait until no request is read or answered; no longer than so many seconds, until one of `ends` ends, or `now`."""
+    """Wait until no request is read or answered; at most `seconds`, or until one of `ends` is done or `now` is set."""
     until = asyncio.get_running_loop().time() + seconds
     while server.server_state.tasks and asyncio.get_running_loop().time() < until:
         if now.is_set() or any(task.done() for task in ends):
@@ -357,7 +357,7 @@ async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"],
 
 
 def _ourselves() -> str:
-    """How a shell here calls the command that runs now: by its path, where no path leads to it."""
+    """The shell command that runs this program: by its path if it is not found through PATH."""
     typed, found = sys.argv[0], shutil.which("redline")
     if Path(typed).name == "__main__.py":
         return f"{shlex.quote(sys.executable)} -m redline"
@@ -365,7 +365,7 @@ def _ourselves() -> str:
 
 
 def _announce(config: ServeConfig, doors: Doors, admin_key: str | None, ready: Ready, console: Console) -> None:
-    """admin_key: of the admin routes, where it was made for this start."""
+    """Print that the server is ready, and example commands. admin_key: the generated key of the admin routes."""
     name, listener, explain = config.names[0], doors.api, ""
     scheme = "http" if config.tls_cert is None else "https"
     if doors.admin is not None:
@@ -385,11 +385,11 @@ def _announce(config: ServeConfig, doors: Doors, admin_key: str | None, ready: R
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
     if config.page:
-        console.print("a browser finds a page there", style="dim", highlight=False, soft_wrap=True)
+        console.print("open it in a browser for the web page", style="dim", highlight=False, soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
     console.print(summary, style="dim", highlight=False, soft_wrap=True)
-    # Plain prints: what is pasted must not be wrapped or coloured. JSON and repr() escape what is not text; keys stay
-    # in their file.
+    # Plain prints: commands to be pasted must not be wrapped or coloured. JSON and repr() escape unprintable
+    # characters; keys are not printed.
     curl_key = python_key = python_import = ""
     if config.keys_file is not None:
         curl_key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"'

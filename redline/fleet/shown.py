@@ -1,4 +1,4 @@
-"""A deployment as the TOML that says the same: every key, what it is, and who said so."""
+"""A deployment as equivalent TOML: every key, its value, and where the value comes from."""
 
 import json
 import os
@@ -13,63 +13,64 @@ import msgspec
 from redline.fleet.config import ServeConfig, Workers
 from redline.worker.config import EngineConfig
 
-# What holds where a key is absent; of the keys whose default is not a value of their own.
+# The effect of an absent key, for keys without a default value.
 ABSENT = {
     "served_model_name": "the folder's name",
-    "keys_file": "everyone who reaches the port is served",
-    "responses_file": "/v1/responses keeps nothing",
-    "cors_origins": "pages of no other origin may ask",
-    "admin_port": "any free one, where host is this machine's alone and there is no keys_file; else no admin routes",
-    "admin_keys_file": "one key, which the start prints, where host is this machine's alone; else no admin routes",
-    "metrics_port": "/metrics is with the API alone",
-    "unix_socket": "host and port are listened at",
+    "keys_file": "requests need no key",
+    "responses_file": "/v1/responses stores nothing",
+    "cors_origins": "cross-origin requests are not allowed",
+    "admin_port": "any free port if host is loopback and there is no keys_file; else no admin routes",
+    "admin_keys_file": "a generated key, printed at the start, if host is loopback; else no admin routes",
+    "metrics_port": "/metrics is on the API's port only",
+    "unix_socket": "the server listens on host and port",
     "tls_cert": "HTTP without TLS",
     "tls_key": "HTTP without TLS",
     "per_key.requests_per_s": "no limit",
     "per_key.concurrency": "no limit",
     "per_key.tokens_per_minute": "no limit",
     "per_key.tokens_per_day": "no limit",
-    "requests.default_max_tokens": "what the context holds",
-    "requests.most_max_tokens": "what the context holds",
+    "requests.default_max_tokens": "up to the context length",
+    "requests.most_max_tokens": "up to the context length",
     "requests.timeout_s": "no limit",
-    "sla.ttft_ms": "nothing is promised of it",
-    "sla.itl_ms": "nothing is promised of it",
-    "steer": "workers keep their roles until they are told otherwise",
+    "sla.ttft_ms": "no SLO target",
+    "sla.itl_ms": "no SLO target",
+    "steer": "workers keep their roles unless an operator switches one",
     "cluster": "all workers are on this machine",
-    "events": "nobody else is told what is cached",
-    "events.replay": "what a router has missed is not said again",
-    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; of GPUs of its own nine tenths",
-    "engine.max_model_len": "what fits",
-    "engine.step_tokens": "512, on a GPU 8192, or 2048 where memory is short",
-    "engine.step_ms": "prompts stretch a step beside answers to any time",
-    "engine.host_memory": "what the prefix cache forgets is gone, or with disk 512 MiB",
-    "engine.disk": "nothing is kept on disk",
-    "engine.disk_size": "nothing is kept on disk",
+    "events": "KV cache events are not published",
+    "events.replay": "missed events are not sent again",
+    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; nine tenths if its GPUs are its own",
+    "engine.max_model_len": "the longest that fits",
+    "engine.step_tokens": "512; on a GPU 8192, or 2048 if memory is short",
+    "engine.step_ms": "no time limit for a step that mixes prefill and decode",
+    "engine.host_memory": "no host tier, evicted pages are dropped; with disk 512 MiB",
+    "engine.disk": "no disk tier",
+    "engine.disk_size": "no disk tier",
     "engine.device": "the GPU, if there is one",
     "engine.random_weights": "the weights of the folder",
-    "engine.speculation": "nothing drafts",
+    "engine.speculation": "no speculative decoding",
     "engine.speculation.trace": "nothing is written",
-    "engine.speculation.synthetic_acceptance": "drafts are verified",
+    "engine.speculation.synthetic_acceptance": "draft tokens are verified",
     "workers.name": "its role",
     "workers.least": "all",
-    "workers.devices": "all that are visible",
+    "workers.devices": "all visible GPUs",
     "workers.cores": "all",
-    "workers.at": "this one",
-    "workers.weights": "at the same path as here",
-    "workers.drafter": "at the same path as here",
+    "workers.at": "this machine",
+    "workers.weights": "the same path as here",
+    "workers.drafter": "the same path as here",
 }
 PATHS = {
     "weights", "keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key",
     "cluster.key_file", "engine.speculation.drafter", "engine.speculation.trace",
 }  # fmt: skip
-_CLASS = re.compile(r"^sla\.[^.]+\.")  # of a key, which is explained once for all classes
-COLUMN = 48  # where the remarks begin
+_CLASS = re.compile(r"^sla\.[^.]+\.")  # prefix of a key that has one explanation for all classes
+COLUMN = 48  # where the comments begin
 
 
 def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
-    """TOML that `read` reads as the same deployment, with a remark on each line.
+    """TOML that `read` reads as the same deployment, with a comment on each line.
 
-    source, flags: what `config` was read from. Paths are absolute, so that the text may be kept anywhere.
+    source, flags: the arguments that `config` was read from. Paths are absolute, so that the text can be saved
+    anywhere.
     """
     file = {} if source.is_dir() else dict(_leaves(tomllib.loads(source.read_text(encoding="utf-8")), ""))
 
@@ -81,7 +82,7 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
             return "argument"
         return source.name if key in file else "default"
 
-    lines = [f"# What is in force for {source}, key by key, and who said so. `redline doctor FOLDER` says what fits."]
+    lines = [f"# Effective values for {source}, with their origin. `redline doctor FOLDER` shows what fits in memory."]
     for table, record in [("", config), *_tables(config)]:
         if record is None:
             lines += ["", f"# [{table}]".ljust(COLUMN) + f"# {why(table)}: {ABSENT[table]}"]
@@ -94,12 +95,12 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
 
 
 def as_file(config: ServeConfig) -> str:
-    """The shortest TOML that `read` reads as the same deployment: what differs from the defaults. Text that is empty
-    is left out, for a flag to say."""
+    """The shortest TOML that `read` reads as the same deployment: only values that differ from the defaults. Empty
+    strings are left out, to be set by a flag."""
     lines: list[str] = []
     for table, record in [("", config), *_tables(config)]:
         own = [] if record is None else list(_own(record))
-        if own or record is config.steer is not None:  # which is there, whatever it says
+        if own or record is config.steer is not None:  # an empty [steer] still enables it
             lines += ["", f"[{table}]", *own] if table else own
     for kind in config.workers:
         lines += ["", "[[workers]]", *_own(kind), *filter(None, [_engine(kind, config.engine)])]
@@ -107,7 +108,7 @@ def as_file(config: ServeConfig) -> str:
 
 
 def _tables(config: ServeConfig) -> list[tuple[str, msgspec.Struct | None]]:
-    """All tables of a deployment but the first and [[workers]], by their names."""
+    """All tables of a deployment except the top level and [[workers]], with their names."""
     return [
         *((name, getattr(config, name)) for name in ("per_key", "requests", "handoff")),
         *((f"sla.{name}", sla) for name, sla in config.sla.items()),
@@ -117,7 +118,7 @@ def _tables(config: ServeConfig) -> list[tuple[str, msgspec.Struct | None]]:
 
 
 def _own(record: msgspec.Struct) -> Iterator[str]:
-    """The lines of what differs from a record's defaults; tables inside it are their own."""
+    """Lines for the values that differ from a record's defaults; nested tables are left out."""
     if record.__struct_config__.tag is not None:
         yield f"{record.__struct_config__.tag_field} = {_value(record.__struct_config__.tag)}"
     for field in msgspec.structs.fields(type(record)):
@@ -140,7 +141,7 @@ def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Ite
             "events",
             "engine.speculation",
         ):
-            continue  # a table of its own
+            continue  # has a table of its own
         if value is None or value == ():
             yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[_CLASS.sub('sla.', key)]}"
             continue
@@ -162,7 +163,7 @@ def _worker(kind: Workers, engine: EngineConfig, place: str) -> Iterator[str]:
 
 
 def _engine(kind: Workers, engine: EngineConfig) -> str:
-    """The line of what differs from [engine]; empty where nothing does."""
+    """The line with the keys that differ from [engine]; empty if none does."""
     own = {key: getattr(kind.engine, key) for key in EngineConfig.__struct_fields__}
     own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
     if "disk" in own:
@@ -171,7 +172,7 @@ def _engine(kind: Workers, engine: EngineConfig) -> str:
 
 
 def _value(value: Any) -> str:
-    """As TOML spells it. Its strings are JSON's, but that DEL must be escaped."""
+    """The value in TOML. TOML strings are JSON strings, except that DEL must be escaped."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_value, cast('tuple[Any, ...]', value)))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

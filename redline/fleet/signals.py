@@ -1,4 +1,4 @@
-"""What signals ask of the process that serves."""
+"""Signal handling of the serving process."""
 
 import asyncio
 import os
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Signals:
-    """What the process was asked. stop: end, once running answers have ended. now: asked again, so end at once."""
+    """Stop requests. stop: shut down once running answers have ended. now: a second request, so shut down at once."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -14,11 +14,11 @@ class Signals:
         self.reload: Callable[[], object] | None = None
 
     def end(self) -> None:
-        """Asked to end."""
+        """SIGINT, SIGTERM, or the admin route for draining."""
         (self.now if self.stop.is_set() else self.stop).set()
 
     def hang_up(self) -> None:
-        """SIGHUP: for a service it means to read its files again; for a program in a terminal, that this has closed."""
+        """SIGHUP: a service reads its files again; a program in a terminal shuts down, as the terminal was closed."""
         if self.reload is not None and not _has_terminal():
             self.reload()
         else:

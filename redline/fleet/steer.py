@@ -1,15 +1,15 @@
-"""Gives workers other roles as the traffic asks for, and starts and ends some: every few seconds one look, one change.
+"""Switches roles of workers to follow the traffic, and starts and stops workers: at most one change per evaluation.
 
-What came lately, as it came, and what steps took lately are put to `tune.roles.choose_roles`, which says which roles
-keep most of what is promised. Where others than the present ones may, all are tried on what came (`trials.py`), and
-what comes of that counts. Against changing to and fro it has to say the same direction in CONFIRM looks in a row, and
-`rest_s` has to have passed since the last change. Then the workers change one after the other, each once the one
-before is in its role: half of a way may be worse than none. Where nobody is left that answers, a worker that computes
-prompts does so at once.
+Every `every_s` seconds the recent requests and the measured step times are passed to `tune.roles.choose_roles`, which
+predicts the roles with the highest SLO attainment. If a split other than the present one may be better, the candidates
+are replayed on the recent requests (`trials.py`), and the replay decides. Against oscillation, CONFIRM evaluations in a
+row have to give the same direction, and `rest_s` has to have passed since the last change. Then the workers switch one
+after another, each when the one before has its new role, until the whole split is reached: half of it may be worse than
+none. If no worker is left that answers, a prefill worker becomes a decode worker at once.
 
-Roles come first. Where with the best roles of those that run what is promised is not to be kept, another worker is
-started; where fewer are ample for long, one ends (`spares.py`). Each change is a line in the log; it, the last look
-and its numbers are in /admin/status.
+Roles are chosen first. If the SLO targets cannot be met even with the best roles of the running workers, another worker
+is started; if fewer suffice for `spare_s`, one is stopped (`spares.py`). Each change is logged; the changes, the last
+evaluation and its numbers are in /admin/status.
 """
 
 import asyncio
@@ -27,34 +27,35 @@ from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
 from redline.errors import RedlineError
 from redline.fleet.config import Steer
-from redline.fleet.spares import Crew, Spares
+from redline.fleet.spares import Autoscaler, WorkerPool
 from redline.fleet.trials import tried
-from redline.route.links import MOVE_S, Link
+from redline.route.links import MOVE_S, WorkerHandle
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.count import NEWEST, rising, role_of_another
 from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work
 from redline.tune.roles import Choice, Fleet, best_roles, choose_roles, predict_roles, settled, splits_to_try
-from redline.tune.steps import StepFit, StepModel, on_the_mean
+from redline.tune.steps import StepModel, StepTimeFit, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 
-CONFIRM = 2  # looks in a row that say the same, before anything changes
-LEAST_REQUESTS = 8  # that have come in the window, or wait at a worker: of fewer nothing is concluded
-MOST_TOLD = 16  # changes that are remembered
-ALL_WITH = 32  # steps with prompts, before one of answers alone: where more comes than can be done there is none
-MOST_STEPS = 1024  # with prompts, and as many without, that are remembered
-TOLD_ROWS, TOLD_TOKENS = (1, 16), 512  # of what is told of a step model: answers at once; of a context, and of a prompt
-MEMORY = 0.98  # share of the tokens and rows of steps that stays when those of another are added
+CONFIRM = 2  # evaluations in a row with the same direction, before anything changes
+LEAST_REQUESTS = 8  # minimum of requests in the window (or queued at a worker) for a conclusion
+MOST_TOLD = 16  # changes that are kept for /admin/status
+ALL_WITH = 32  # steps with prefill that suffice without a decode-only step: an overloaded worker has none of those
+MOST_STEPS = 1024  # newest steps with prefill that are kept, and the same number of steps without
+TOLD_ROWS, TOLD_TOKENS = (1, 16), 512  # batch sizes, and tokens of contexts and prompt, of step times in /admin/status
+MEMORY = 0.98  # decay of the sums of tokens and rows at each further step
 
 log = logging.getLogger("redline.fleet")
 
 
 class Decision(NamedTuple):
-    """What came of one look. at: seconds since the epoch. worker: who changes; None: nobody. does: what it does.
+    """The result of one evaluation.
 
-    role: that it has then; None: it ends. now, expected: what the present roles and the chosen ones are predicted to
-    do; None where nothing was predicted.
+    at: seconds since the epoch. worker: the one that changes; None: no change. does: the change, "turns" (it switches
+    its role), "starts" or "ends". role: its role afterwards; None: it ends. now, expected: predictions for the present
+    and the chosen roles; None if nothing was predicted. wanted: number of workers wanted.
     """
 
     at: float
@@ -81,16 +82,16 @@ class Decision(NamedTuple):
 
 
 class Measured:
-    """What steps of all workers took lately, and how many tokens a row of an answer gives."""
+    """Recent step times of all workers, and the mean number of tokens that a decode row gives per step."""
 
     def __init__(self) -> None:
-        self._with_prompts: deque[tuple[Work, float]] = deque(maxlen=MOST_STEPS)  # and milliseconds
+        self._with_prompts: deque[tuple[Work, float]] = deque(maxlen=MOST_STEPS)  # work and milliseconds of each step
         self._without: deque[tuple[Work, float]] = deque(maxlen=MOST_STEPS)
-        self._newest: dict[str, int] = {}  # step of each worker that was added
+        self._newest: dict[str, int] = {}  # by worker, the number of the newest step that was added
         self._tokens = self._rows = 0.0
 
     def hear(self, worker: str, load: Load) -> None:
-        """Add the steps that a worker's load tells of. It counts from its own start."""
+        """Add the steps in a worker's load report. Step numbers restart with the worker."""
         newest = self._newest.get(worker, 0)
         if load.steps < newest:
             newest = 0
@@ -106,28 +107,28 @@ class Measured:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of an answer, at least one."""
+        """Mean number of tokens of one answer per step, at least 1."""
         return max(1.0, self._tokens / self._rows) if self._rows else 1.0
 
     @property
     def enough(self) -> bool:
-        """Whether steps of both kinds were measured; or so many with prompts that there are none of answers alone."""
+        """Whether steps with and without prefill were measured, or at least ALL_WITH with prefill and none without."""
         return bool(self._with_prompts) and bool(self._without or len(self._with_prompts) >= ALL_WITH)
 
     @property
     def steps(self) -> tuple[tuple[Work, float], ...]:
-        """What steps computed, and the milliseconds that they took."""
+        """The work of each step, and its milliseconds."""
         return (*self._with_prompts, *self._without)
 
 
 class Steering:
-    """Looks and changes roles, and who runs. `run` until it is cancelled; `told` is for the operator."""
+    """Evaluates the traffic, switches roles, starts and stops workers. `run` until cancelled; `told` for operators."""
 
     def __init__(
         self,
         config: Steer,
         gateway: Gateway,
-        crew: Crew,
+        crew: WorkerPool,
         targets: Mapping[str, Sla],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
@@ -137,48 +138,48 @@ class Steering:
         self._config = config
         self._gateway = gateway
         self._crew = crew
-        self._spares = Spares(crew, gateway.links, config.spare_s, clock)
+        self._spares = Autoscaler(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf
-        self._tried_at = -math.inf  # when roles were tried last, and none was better
-        self._said = 0, 0  # which way to change, and in how many looks in a row
-        self._goal: Decision | None = None  # whose roles are being given, one worker after the other
-        self._weighed: tuple[Traffic, Fleet] | None = None  # by the last look that weighed anything
+        self._tried_at = -math.inf  # time of the last replay in which no other split was better
+        self._said = 0, 0  # direction of the wanted change, and the number of evaluations in a row that gave it
+        self._goal: Decision | None = None  # the decision that is being carried out, one worker after the other
+        self._weighed: tuple[Traffic, Fleet] | None = None  # input of the last evaluation that predicted anything
         gateway.loads = self.measured.hear
         gateway.lately.remember()
 
     async def run(self) -> None:
-        """Look every `every_s`, until cancelled."""
+        """Evaluate every `every_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._config.every_s)
             try:
                 await self.look()
-            except Exception:  # whatever it is, requests are served without it
-                log.exception("the roles of workers could not be weighed")
+            except Exception:  # an error here must not end the server: requests are served with the present roles
+                log.exception("the evaluation of worker roles failed")
 
     async def look(self) -> Decision:
-        """Look once, and change what is to be changed. What came of it."""
+        """Evaluate once, make at most one change, and return the decision."""
         decision = self._at_once() or self._go_on() or await self._weigh()
         if decision.worker is None:
             decision = await self._count(decision)
         match decision.does:
             case "turns":
                 self._changed_at, self._said = self._clock(), (0, 0)
-                log.info("%s becomes %s: %s", decision.worker, decision.role, decision.why)
+                log.info("%s switches its role to %s: %s", decision.worker, decision.role, decision.why)
             case "starts":
-                log.info("%s is started, and is to be %s: %s", decision.worker, decision.role, decision.why)
+                log.info("%s is started with role %s: %s", decision.worker, decision.role, decision.why)
             case "ends":
-                log.info("%s is to run no more: %s", decision.worker, decision.why)
+                log.info("%s is scaled down: %s", decision.worker, decision.why)
             case None:
-                log.debug("no worker changes: %s", decision.why)
+                log.debug("no change of workers: %s", decision.why)
         if decision.worker is not None:
             self.changes.append(decision)
         self.last = decision
         return decision
 
     def told(self) -> dict[str, Any]:
-        """As JSON: the last look and the newest changes."""
+        """As JSON: the last evaluation and the newest changes."""
         return {
             "roles": self._roles()._asdict(),
             "workers": self._spares.told(),
@@ -187,10 +188,10 @@ class Steering:
             "weighed": None if self._weighed is None else _told_weighed(self._weighed[0], self._weighed[1].model.steps),
         }
 
-    # -- what is seen
+    # -- inputs
 
-    def _able(self) -> list[Link]:
-        """Workers that can be sent something new."""
+    def _able(self) -> list[WorkerHandle]:
+        """Workers that can be sent new jobs."""
         links = self._gateway.links
         return [link for link in links if link.ready and not link.draining and links.silent_s(link) <= MOVE_S]
 
@@ -198,19 +199,19 @@ class Steering:
         return roles_of([link.role for link in self._able()])
 
     def _at_once(self) -> Decision | None:
-        """Somebody has to answer."""
+        """If no worker can answer, switch one to decode."""
         able = self._able()
         if not able or any(can_answer(self._gateway.links, link) for link in able):
             return None
-        return self._change(able[0], "decode", Decision(clock.now(), "no other worker is left that answers"))
+        return self._change(able[0], "decode", Decision(clock.now(), "no other worker can answer"))
 
     def _go_on(self) -> Decision | None:
-        """The next worker changes on the way to roles that were decided on; None where there is no such way."""
+        """Switch the next worker towards the split that was decided on; None if no such change is in progress."""
         if (goal := self._goal) is None or goal.expected is None:
             return None
         able, roles = self._able(), goal.expected.roles
         way = roles.prefill - roles_of([link.role for link in able]).prefill
-        if not way or roles.workers != len(able):  # there; or somebody has come or gone, and all is to be weighed anew
+        if not way or roles.workers != len(able):  # done; or the number of workers changed, so evaluate again
             self._goal = None
             return None
         if any(link.turning is not None for link in able):
@@ -221,7 +222,7 @@ class Steering:
         return decision
 
     async def _weigh(self) -> Decision:
-        """What roles are to be, and how many workers, by what comes."""
+        """Choose roles and the number of workers by the recent traffic."""
         why_stays = self._why_stays()
         if why_stays is not None and not self._spares.any:
             return Decision(clock.now(), why_stays)
@@ -230,7 +231,7 @@ class Steering:
             if not came:
                 self._spares.saw(self._with_queues())
             return Decision(clock.now(), why_stays or asked)
-        # Numpy and a fit: some milliseconds, in which every stream would stand still.
+        # Numpy and a fit: some milliseconds, which would stall every stream if they ran in the event loop.
         choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
         self._spares.saw(max(choice.ample, self._with_queues()))
         if why_stays is None:
@@ -240,18 +241,18 @@ class Steering:
         return self._decide(choice)
 
     async def _try(self, choice: Choice) -> tuple[Choice, str | None]:
-        """(The choice by a trial of the present roles and others, and why no role can change now; None: one can.)"""
-        assert self._weighed is not None, "what is chosen was weighed"
+        """Replay the present and other roles. Returns (the choice, the reason why no role can change now, or None)."""
+        assert self._weighed is not None, "`_choose` sets it"
         traffic, fleet = self._weighed
         assert fleet.now is not None
         assert choice.now is not None
         stays = choice._replace(roles=fleet.now, expected=choice.now)
         splits = splits_to_try(choice, fleet.now)
         if not splits:
-            why = choice.why if choice.roles == fleet.now else f"{choice.why}, which is too little for a change"
+            why = choice.why if choice.roles == fleet.now else f"{choice.why}, too small a gain for a change"
             return stays._replace(why=why), None
         if (rest_s := self._tried_at + self._config.rest_s - self._clock()) > 0:
-            return stays, f"roles were tried lately; they are again in {rest_s:.0f} s"
+            return stays, f"roles were simulated recently; the next simulation is in {rest_s:.0f} s"
         left = self._gateway.lately.left(self._gateway.under_way)
         traffic = traffic._replace(under_way=[Asked(*each) for each in left])
         try:
@@ -267,37 +268,37 @@ class Steering:
         return choice, None
 
     def _with_queues(self) -> int:
-        """Workers that are wanted in any case: all that run, while many requests wait at one of them; else none."""
+        """Minimum of workers wanted: all that run while at least LEAST_REQUESTS are queued at one of them; else 0."""
         waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.links)
         return len(self._spares.running) if waits else 0
 
     def _came(self) -> int:
-        """Requests of the window."""
+        """Number of requests in the window."""
         return len(self._gateway.lately.lengths(self._config.window_s))
 
     def _why_stays(self) -> str | None:
-        """Why no role can change now."""
+        """Why no role can change now; None if one can."""
         able = self._able()
         if (turning := next((link for link in able if link.turning is not None), None)) is not None:
-            return f"{turning.name} is still changing its role"
+            return f"{turning.name} is still switching its role"
         if (left := self._changed_at + self._config.rest_s - self._clock()) > 0:
-            return f"a role was changed lately; the next can be in {left:.0f} s"
+            return f"a role was switched recently; the next switch is possible in {left:.0f} s"
         if len(able) < 2:
-            return f"{len(able)} workers are ready: there is nothing to choose"
+            return f"{len(able)} workers are ready: roles need at least 2"
         if (came := self._came()) < LEAST_REQUESTS:
             window_s = self._config.window_s
-            return f"{came} requests came in {window_s:g} s; {LEAST_REQUESTS} at least are weighed"
+            return f"{came} requests arrived in {window_s:g} s; at least {LEAST_REQUESTS} are needed"
         return None
 
     def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
-        """What is to be weighed, with the steps that say what a worker can do; or why nothing is."""
+        """The input of an evaluation: traffic, workers and measured steps; or the reason why there is none."""
         able = self._able()
         window_s, lately = self._config.window_s, self._gateway.lately
         lengths = lately.lengths(window_s)
         if not able or not lengths:
-            return "no worker is ready" if not able else f"no request came in {window_s:g} s"
+            return "no worker is ready" if not able else f"no request arrived in {window_s:g} s"
         if not self.measured.enough:
-            return "no steps with prompts, or none with answers alone, have been measured yet"
+            return "no steps with prefill, or no decode-only steps, have been measured yet"
         asked = [Asked(*each) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
@@ -308,43 +309,43 @@ class Steering:
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         experts_of, experts_chosen = fleet.model.steps.experts_of, fleet.model.steps.experts_chosen
-        fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
+        fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
         for work, ms in steps:
             fit.add(work, ms)
         worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
         self._weighed = traffic, fleet._replace(model=worker)
         return choose_roles(*self._weighed, self._targets)
 
-    # -- what is done
+    # -- changes
 
     def _decide(self, choice: Choice) -> Decision:
         seen = Decision(clock.now(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
         able = self._able()
         way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
-        if not way or choice.roles.workers != len(able):  # somebody has come or gone meanwhile
+        if not way or choice.roles.workers != len(able):  # the number of workers changed during the evaluation
             self._said = 0, 0
             return seen
         sign = 1 if way > 0 else -1
         self._said = sign, self._said[1] + 1 if self._said[0] == sign else 1
         if self._said[1] < CONFIRM:
-            return seen._replace(why=f"{choice.why}; once more, and a role changes")
+            return seen._replace(why=f"{choice.why}; a role switches if the next evaluation confirms it")
         self._goal = seen
         return self._step(able, way, seen)
 
-    def _step(self, able: Sequence[Link], way: int, seen: Decision) -> Decision:
-        """The worker with least to end changes. way: more than 0 where more are to compute prompts."""
+    def _step(self, able: Sequence[WorkerHandle], way: int, seen: Decision) -> Decision:
+        """Switch the worker with the fewest jobs. way: positive if the number of prefill workers is to go up."""
         some = [link for link in able if (link.role == "prefill") == (way < 0)]
         link = min(some, key=lambda link: link.jobs)
         alone = seen.expected is not None and not seen.expected.roles.prefill
         return self._change(link, "prefill" if way > 0 else "both" if alone else "decode", seen)
 
-    def _change(self, link: Link, role: Role, seen: Decision) -> Decision:
+    def _change(self, link: WorkerHandle, role: Role, seen: Decision) -> Decision:
         if (why_not := self._crew.turn(link.name, role)) is not None:
             return seen._replace(why=f"{seen.why}; but {why_not}")
         return seen._replace(worker=link.name, role=role, does="turns")
 
     async def _count(self, seen: Decision) -> Decision:
-        """One worker more or less, where so many are to run."""
+        """Start or stop one worker if the number that runs differs from the number wanted."""
         count, running = self._spares.count(), self._spares.running
         self._gateway.metrics.workers_wanted(count.workers)
         if not self._spares.any or count.workers == len(running):
@@ -367,8 +368,8 @@ class Steering:
         )  # fmt: skip
 
     async def _with(self, workers: int, apart: bool) -> Predicted | None:
-        """What so many workers are expected to do with the best roles, or, where no prompts are computed apart, with
-        none; None where nothing was weighed yet."""
+        """Prediction for `workers` workers with the best roles, or, without `apart`, with all of role "both"; None if
+        nothing was evaluated yet."""
         if self._weighed is None or workers < 1:
             return None
         weighed, run = (*self._weighed, self._targets), asyncio.get_running_loop().run_in_executor
@@ -378,15 +379,15 @@ class Steering:
 
 
 def roles_of(roles: Sequence[Role]) -> Roles:
-    """How many workers have each role. Where nobody computes prompts for others, all do both, however that is called;
-    where somebody does, those that do both are sent as few prompts as those that answer."""
+    """The number of workers of each role. Without prefill workers, "decode" workers count as "both", as they compute
+    prompts too; with prefill workers, "both" counts as "decode", as those get equally few prompts."""
     prefill = sum(role == "prefill" for role in roles)
     others = len(roles) - prefill
     return Roles(prefill=prefill, decode=others) if prefill else Roles(both=others)
 
 
 def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
-    """A worker as the least of these, but for what its steps take."""
+    """A worker model with the minimum of each limit over the ready workers; its step times are filled in later."""
     return WorkerModel(
         name="measured",
         steps=StepModel(base=0.0, experts_of=readies[0].experts_of, experts_chosen=readies[0].experts_chosen),
@@ -399,7 +400,7 @@ def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
 
 
 def _told_weighed(traffic: Traffic, steps: StepModel) -> dict[str, Any]:
-    """What was weighed: tokens on the mean, and what is believed of steps and of a prompt that stands alone."""
+    """As JSON, the input of the last evaluation: mean token counts, and fitted times of steps and of a lone prompt."""
     asked = traffic.requests
     return {
         "requests_per_s": round(traffic.rate, 3),

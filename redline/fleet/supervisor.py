@@ -1,8 +1,8 @@
-"""Starts the workers of a deployment, and starts each again that ends (`kept.py`), unless it is not wanted then.
+"""Starts the workers of a deployment, and restarts those that end (`kept.py`), unless they are scaled down.
 
-A start of a worker has an epoch and sockets of its own. Whatever an earlier one still says is read by nobody, so it
-cannot be taken for the word of the one that has its place. Why a start has ended is said in the log, and kept until the
-next one has ended too (`Link.before`).
+Each start of a worker has an epoch and its own sockets. Late messages of an earlier start are not read, so they cannot
+be mistaken for messages of its successor. The reason why a start ended is logged, and kept until the next one has ended
+too (`WorkerHandle.before`).
 """
 
 import asyncio
@@ -19,10 +19,10 @@ import msgspec
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
-from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
+from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.route.links import Link, Links
+from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.route.roles import refusal
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
@@ -31,24 +31,24 @@ from redline.wire.machines import Listening, Order
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.config import WorkerConfig
 
-STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
+STOP_S = 10.0  # for a worker to abort its jobs, check that all pages are free, and exit
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
-REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
-SPARED = "it is not wanted for now"  # likewise, of a worker that is not started again until it is
-PATIENCE_S = 2.0  # for a machine to join, after which it is said that a worker waits for it
+REPLACED = "it is replaced"  # reason of an end that the operator requested: the worker is restarted
+SPARED = "it is scaled down"  # reason of an end that the autoscaler requested: the worker is idle until it is wanted
+PATIENCE_S = 2.0  # for a machine to join, before a warning that a worker waits for it
 
 log = logging.getLogger("redline.fleet")
 
 
 State = Literal["idle", "starting", "ready", "ending", "given up"]
-"""Of a worker. idle: it is not to run; ending: it is not to run, and still does."""
+"""Of a worker. idle: it is scaled down and does not run; ending: it is scaled down and still drains."""
 
 
-class Seat(NamedTuple):
-    """One worker of a deployment, as whoever starts and ends workers sees it.
+class WorkerStatus(NamedTuple):
+    """The status of one worker of a deployment, as the autoscaler sees it.
 
-    spare: it runs only while it is wanted. role: that it has, or will have. failed: why its last start has failed,
-    where it is idle for that.
+    spare: it runs only on demand. role: the role that it has, or will start with. failed: why its last start failed, if
+    it is idle for that reason.
     """
 
     name: str
@@ -59,40 +59,40 @@ class Seat(NamedTuple):
 
 
 class Follower(Protocol):
-    """Who is told of the workers: the gateway, where the API is this process, else `fleet.Fleet`."""
+    """Receives starts, messages and ends of workers: the gateway if this process has the API, else `fleet.Fleet`."""
 
-    links: Links
+    links: WorkerRegistry
 
     @property
     def ready(self) -> Ready | None:
-        """What jobs may be like; None while no worker can answer."""
+        """The limits of jobs; None while no worker can answer."""
         ...
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> Link:
-        """A worker has been started. outbox: leads to it. inbox: the address that it reads. at: its machine; None: this
-        one."""
+    ) -> WorkerHandle:
+        """A worker has been started. outbox: sends to it. inbox: the address that it reads. at: its machine; None: this
+        machine."""
         ...
 
-    def take(self, link: Link, messages: Sequence[Wire]) -> None:
-        """Take in what a worker says."""
+    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+        """Process messages of a worker."""
         ...
 
-    def drain(self, link: Link) -> None:
+    def drain(self, link: WorkerHandle) -> None:
         """A worker is to be replaced."""
         ...
 
-    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
-        """A worker has ended; idempotent. asked: it was to end."""
+    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+        """A worker has ended; idempotent. asked: it ended on request."""
         ...
 
     def look(self) -> None:
-        """To be called every LOOK_S: who has fallen silent?"""
+        """Check for workers without heartbeats; called every LOOK_S."""
         ...
 
 
-class Supervised(Kept):
+class Supervised(SupervisedProcess):
     """One worker through all its starts."""
 
     def __init__(
@@ -108,13 +108,14 @@ class Supervised(Kept):
         drain_s: float,
         machines: Machines | None = None,
     ) -> None:
-        """sockets: the folder for its sockets. parcels: for what it hands over. again, proven: as `Kept` has them.
+        """sockets: the folder for its sockets. parcels: the folder for KV transfer buffers. again, proven: as in
+        `SupervisedProcess`.
 
-        drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
+        drain_s: seconds that its answers get to finish when it is replaced. machines: the other machines, if any.
         """
         super().__init__(place.name, again=again, proven=proven)
         self.place = place
-        self.role: Role = place.role  # that it has now, and will be started again with
+        self.role: Role = place.role  # its current role, with which it will also be restarted
         self._machines = machines
         self._weights = weights
         self._gateway = gateway
@@ -122,28 +123,28 @@ class Supervised(Kept):
         self._parcels = parcels
         self._drain_s = drain_s
         self._replacing = asyncio.Event()
-        self._runs = False  # a start of it has begun and has not ended
+        self._runs = False  # a start is in progress or running
         self._failed: str | None = None
         if place.spare:
             self._wanted.clear()
 
     def replace(self) -> None:
-        """Have it answer nothing new, leave once its answers have ended, and be started again."""
+        """Drain it (no new jobs, running answers finish), stop it, and restart it."""
         self._replacing.set()
 
     def want(self, role: Role) -> None:
-        """Have it run, with this role at first."""
+        """Have it run, with `role` at first."""
         self.role, self._failed = role, None
         self._wanted.set()
 
     def spare(self) -> None:
-        """Have it answer nothing new, leave once its answers have ended, and run again once it is wanted."""
+        """Drain it and stop it; it is started again once it is wanted."""
         self._wanted.clear()
         self._replacing.set()
 
     @property
-    def seat(self) -> Seat:
-        """What is to be said of it."""
+    def seat(self) -> WorkerStatus:
+        """Its status."""
         link = next((link for link in self._gateway.links if link.name == self.name), None)
         state: State = "idle"
         if self.given_up is not None:
@@ -152,12 +153,12 @@ class Supervised(Kept):
             state = "ending" if self._runs else "idle"
         else:
             state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
-        return Seat(self.name, state, self.place.spare, self.role, self._failed)
+        return WorkerStatus(self.name, state, self.place.spare, self.role, self._failed)
 
     def _rests(self, why: str) -> bool:
         if not self.place.spare:
             return False
-        log.error("%s: %s; it is left out for now", self.name, why)
+        log.error("%s: %s; the autoscaler skips it for now", self.name, why)
         self._wanted.clear()
         self._failed, self._in_a_row = why, 0
         return True
@@ -211,7 +212,7 @@ class Supervised(Kept):
                     self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
                 if ended.done() and not stopping.done():
-                    await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended
+                    await asyncio.wait({following}, timeout=WORDS_S)  # its last message may give the reason
                 why = self._why(link, process, silence.done(), ready_at is not None)
             finally:
                 for task in (silence, stopping, leaving):
@@ -220,20 +221,20 @@ class Supervised(Kept):
                 following.cancel()
                 await asyncio.wait({following})
                 if not following.cancelled() and (error := following.exception()) is not None:
-                    log.error("what %s said could not be taken in", self.place.name, exc_info=error)
-                self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
+                    log.error("messages of %s could not be processed", self.place.name, exc_info=error)
+                self._gateway.lose(link, "the server is stopping")  # no effect if another reason was given before
             seconds = 0.0 if ready_at is None else clock() - ready_at
             return End(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
 
     async def _place_is_there(self) -> bool:
-        """Returns once its machine has joined; False where it is told to stop before."""
+        """Returns once its machine has joined; False if it is stopped before."""
         if self.place.at is None:
             return True
-        assert self._machines is not None, "a worker on another machine, and no place for that to join"
+        assert self._machines is not None, "a worker on another machine, and no address for that machine to join"
         joined = asyncio.create_task(self._machines.joined(self.place.at))
         stopping = asyncio.create_task(self._stopping.wait())
         if not (await asyncio.wait({joined}, timeout=PATIENCE_S))[0]:
-            log.warning("%s waits for %s to join at %s", self.place.name, self.place.at, self._machines.address)
+            log.warning("%s waits for machine %s to join at %s", self.place.name, self.place.at, self._machines.address)
         await asyncio.wait({joined, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (joined, stopping):
             task.cancel()
@@ -244,8 +245,8 @@ class Supervised(Kept):
         return None if self._machines is None else self._machines.key.encode()
 
     def _addresses(self, name: str) -> tuple[str, str]:
-        """Where it reads its jobs, and where its words are read. Files of this machine; or, where another has to reach
-        them, any free port of the address by which machines reach one another."""
+        """The addresses for its jobs and for its messages. Unix sockets on this machine; if another machine has to
+        reach them, any free port of the address by which machines reach one another."""
         port = "" if self._machines is None else f"tcp://{self._machines.host}:*"
         jobs = ipc_address(self._sockets, f"{name}.jobs")
         deltas = ipc_address(self._sockets, f"{name}.deltas")
@@ -256,7 +257,7 @@ class Supervised(Kept):
         return (jobs if self.place.transport is None else port), deltas
 
     def _process(self, epoch: int, jobs: str, deltas: str) -> Process:
-        """Its process, here or where its place is. Raises OSError."""
+        """Start its process, on this machine or on that of its place. Raises OSError."""
         place = self.place
         told = WorkerConfig(
             weights=place.weights or self._weights,
@@ -272,7 +273,7 @@ class Supervised(Kept):
             alone=place.alone,
             events=place.events,
         )
-        if place.at is not None and self._machines is not None:  # which has its own address, key and folder
+        if place.at is not None and self._machines is not None:  # the agent fills in address, key and folder
             config = msgspec.json.encode(told)
             return self._machines.start(
                 place.at, Order(name=place.name, epoch=epoch, config=config, devices=place.devices)
@@ -284,22 +285,22 @@ class Supervised(Kept):
         )
         return LocalProcess(start_worker(told, place.devices), self._parcels)
 
-    async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
-        """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
-        to."""
+    async def _drained(self, link: WorkerHandle, leaving: "asyncio.Task[bool]") -> None:
+        """Wait until it is to be replaced, or its machine leaves; then drain it: its answers get at most drain_s
+        seconds."""
         replacing = asyncio.create_task(self._replacing.wait())
         try:
             await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             replacing.cancel()
-        log.info("%s is replaced" if self._wanted.is_set() else "%s ends what it has begun", link.name)
+        log.info("%s is replaced" if self._wanted.is_set() else "%s is draining", link.name)
         self._gateway.drain(link)
         until = asyncio.get_running_loop().time() + self._drain_s
         while link.jobs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
 
-    async def _follow(self, link: Link, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
-        """Hands on what it says, until it says that it ends."""
+    async def _follow(self, link: WorkerHandle, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
+        """Forward the worker's messages to the gateway until it is lost or reports its end."""
         while link.lost is None:
             messages = await inbox.get()
             if not outbox.address and isinstance(first := messages[0], Listening):
@@ -307,7 +308,7 @@ class Supervised(Kept):
                 link.inbox, messages = first.inbox, messages[1:]
             self._gateway.take(link, messages)
 
-    def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
+    def _why(self, link: WorkerHandle, process: Process, silent: bool, ready: bool) -> str:
         if link.lost in (REPLACED, SPARED):
             return link.lost
         if link.lost is not None:
@@ -317,15 +318,15 @@ class Supervised(Kept):
             while_loading = "" if ready else " while it was loading the model"
             why = f"the worker has ended{process.ended.result()}{while_loading}"
         elif silent:
-            why = f"the worker has not been heard of for {SILENCE_S} s"
+            why = f"the worker has sent no heartbeat for {SILENCE_S} s"
         else:
-            why = "the worker's messages are not read any more"
+            why = "the worker's messages could not be processed"
         self._gateway.lose(link, why)
         return why
 
-    async def _end(self, link: Link, process: Process, *, ready: bool) -> None:
-        """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
-        words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
+    async def _end(self, link: WorkerHandle, process: Process, *, ready: bool) -> None:
+        """End the process. If it was sent Stop, it has STOP_S to check its pages and exit; if it reported its own end,
+        it has STOP_S to exit. If it sends no heartbeats or is still loading, it is killed at once."""
         if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
             if self._stopping.is_set() or link.lost in (REPLACED, SPARED):
                 link.outbox.put(Stop())
@@ -335,22 +336,22 @@ class Supervised(Kept):
             process.kill()
         await process.ended
         if link.inbox.startswith(IPC):
-            Path(link.inbox.removeprefix(IPC)).unlink(missing_ok=True)  # which it has left there where it was killed
+            Path(link.inbox.removeprefix(IPC)).unlink(missing_ok=True)  # a killed worker leaves its socket file
         process.close()
 
 
 class _Later:
-    """An outbox whose reader may be found later: a worker chooses its own port. What is put before then waits."""
+    """An outbox with an address that becomes known later, as a worker chooses its own port; until then it queues."""
 
     def __init__(self, key: bytes | None) -> None:
-        self.address = ""  # of its reader, once it is open
+        self.address = ""  # of the reader, once it is known
         self._key = key
         self._outbox: SocketOutbox | None = None
         self._waiting: deque[Wire] = deque()
         self._opened = ExitStack()
 
     def open(self, address: str) -> None:
-        """Its reader is there. Raises ConfigError."""
+        """Connect to the reader, and send the queued messages. Raises ConfigError."""
         self.address = address
         key = self._key if address.startswith("tcp://") else None
         self._outbox = self._opened.enter_context(SocketOutbox(address, key))
@@ -398,11 +399,11 @@ class Supervisor:
         self._lives: list[asyncio.Task[None]] = []
 
     async def start(self, stop: asyncio.Event, serving: "asyncio.Task[None]") -> Ready | None:
-        """Start all workers that run in any case. Returns what jobs may be like once one answers and each other is
-        ready, or has failed at least once and is started again; None where `stop` was set before.
+        """Start all workers that always run. Returns the limits of jobs once one worker can answer and each other is
+        ready, or has failed at least once and is being restarted; None if `stop` is set before.
 
-        Raises where no worker is left that could answer: ConfigError with the reason that the first of them has given,
-        WorkerLost where it had no time to give one. Raises WorkerLost where `serving` has ended meanwhile.
+        If no worker is left that could answer, raises ConfigError with the reason that the first of them reported, or
+        WorkerLost if that one ended without a reason. Raises WorkerLost if `serving` ends first.
         """
         self._lives = [asyncio.create_task(worker.live()) for worker in self.workers]
         settled = asyncio.create_task(self._settled())
@@ -419,7 +420,7 @@ class Supervisor:
                 task.cancel()
 
     async def _settled(self) -> Ready:
-        """As `start`, for the workers' part."""
+        """The part of `start` that waits for the workers."""
         awaited, said = [worker for worker in self.workers if not worker.place.spare], set[str]()
         while True:
             for life in self._lives:
@@ -431,21 +432,21 @@ class Supervisor:
             for worker in awaited:
                 if (why := worker.down) is not None and worker.name not in said and not self._proven.is_set():
                     said.add(worker.name)
-                    then = "it is started again once another worker is ready"
+                    then = "it is restarted once another worker is ready"
                     log.error("%s: %s; %s", worker.name, why, "it is given up" if worker.given_up else then)
             if ready is not None and all(worker.ready.is_set() or worker.has_failed for worker in awaited):
                 return ready
             await asyncio.sleep(0.01)
 
     def _hopeless(self) -> Supervised | None:
-        """The first worker that is down, where no worker is left that could answer as things are."""
+        """The first worker that is down, if no worker is left that could still become ready to answer."""
         starts = [worker for worker in self.workers if worker.down is None and worker.seat.state != "idle"]
         if any(worker.role != "prefill" or not self._proven.is_set() for worker in starts):
             return None
         return next((worker for worker in self.workers if worker.down is not None), None)
 
     async def given_up(self) -> str:
-        """Returns once no worker is left that answers, nor will be: why."""
+        """Returns the reason once no worker can answer and none will be restarted."""
         while True:
             await asyncio.sleep(LOOK_S)
             self._gateway.look()
@@ -459,12 +460,12 @@ class Supervisor:
                 return next(reasons, "all workers have ended")
 
     @property
-    def seats(self) -> Sequence[Seat]:
-        """All of them."""
+    def seats(self) -> Sequence[WorkerStatus]:
+        """The status of all workers."""
         return [worker.seat for worker in self.workers]
 
     def want(self, name: str, role: Role) -> str | None:
-        """Have an idle worker run: None, or why it cannot. Raises KeyError where there is none of that name."""
+        """Start an idle worker. Returns None, or the reason for a refusal. Raises KeyError for an unknown name."""
         worker = self._of(name)
         if worker.seat.state != "idle":
             return f"{name} is {worker.seat.state}"
@@ -472,11 +473,11 @@ class Supervisor:
         return None
 
     def spare(self, name: str) -> str | None:
-        """Have a worker run no more, its answers going on: None, or why it cannot. Raises KeyError where there is none
-        of that name."""
+        """Drain and stop a worker; its unfinished answers resume on others. Returns None, or the reason for a refusal.
+        Raises KeyError for an unknown name."""
         worker = self._of(name)
         if not worker.place.spare or worker.seat.state != "ready":
-            return f"{name} {'runs in any case' if not worker.place.spare else f'is {worker.seat.state}'}"
+            return f"{name} {'always runs' if not worker.place.spare else f'is {worker.seat.state}'}"
         worker.spare()
         return None
 
@@ -487,9 +488,9 @@ class Supervisor:
         return worker
 
     def replace(self, name: str) -> tuple[Literal["draining", "starting"] | None, str]:
-        """Have a worker leave and be started again, its answers going on; have one that was given up be started.
+        """Drain and restart a worker; its unfinished answers resume on others. Start one that was given up.
 
-        Returns what it does now, or None and why it cannot. Raises KeyError where there is none of that name.
+        Returns what it does now, or None and the reason for a refusal. Raises KeyError for an unknown name.
         """
         worker = self._of(name)
         match worker.seat.state:
@@ -497,23 +498,23 @@ class Supervisor:
                 worker.replace()
                 return "draining", ""
             case "given up":
-                log.info("%s was given up (%s), and is started anew", name, worker.given_up)
+                log.info("%s was given up (%s), and is restarted", name, worker.given_up)
                 worker.begin_anew()
                 self._lives[self.workers.index(worker)] = asyncio.create_task(worker.live())
                 return "starting", ""
             case "starting":
                 return None, f"{name} is being started already"
             case "idle" | "ending":
-                return None, f"{name} is to run only once it is wanted, and is started anew then"
+                return None, f"{name} is scaled down; the autoscaler starts it when it is needed"
 
     def turn(self, name: str, role: Role) -> str | None:
-        """Have a worker take another role while it serves: None, or why it cannot.
+        """Switch a worker's role while it serves. Returns None, or the reason for a refusal.
 
-        Raises KeyError where there is none of that name.
+        Raises KeyError for an unknown name.
         """
         worker = self._of(name)
         if not isinstance(self._gateway, Gateway):
-            return "roles change where one process knows all requests: leave api_replicas out"
+            return "role switches need a single API process that knows all requests: leave api_replicas out"
         link = next((link for link in self._gateway.links if link.name == name), None)
         if link is None or worker.given_up is not None:
             return f"{name} does not run: {worker.given_up or 'it has not been started yet'}"
@@ -527,12 +528,12 @@ class Supervisor:
         return why_not
 
     def end(self) -> None:
-        """Have all leave, and start none again."""
+        """Stop all workers, and restart none."""
         for worker in self.workers:
             worker.stop()
 
     async def ended(self) -> None:
-        """Returns, behind `end`, once no process of theirs is left."""
+        """After `end`: wait until all worker processes have ended."""
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._parcels is not None:
             shutil.rmtree(self._parcels, ignore_errors=True)
@@ -544,6 +545,6 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _failure(worker: Supervised) -> Exception:
-    """Why a worker could not load its model: in its own words, or that it had none."""
+    """The error of a worker that could not load its model: ConfigError with its reason, or WorkerLost without one."""
     why = worker.down or "the worker has ended"
     return WorkerLost(why) if why.startswith("the worker has ended with code") else ConfigError(why)

@@ -1,4 +1,5 @@
-"""Roles are tried in a process of their own, which ends with what it says (`redline.simulate.trial`)."""
+"""Replays recent traffic with other roles in a separate process, which exits with its result
+(`redline.simulate.trial`)."""
 
 import asyncio
 import os
@@ -14,15 +15,15 @@ from redline.tune.expected import Roles, Traffic
 from redline.tune.roles import Fleet
 from redline.tune.targets import Targets
 
-LONGEST_S = 60.0  # for all splits; a core of its own needs about one
+LONGEST_S = 60.0  # timeout for all splits; on a core of its own the process needs about 1 s
 
 
 async def tried(
     traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], splits: Sequence[Roles]
 ) -> dict[Roles, float]:
-    """Of the requests that came, as they came, the share that is good with each split (`simulate.fleet.tried`).
+    """The share of recent requests that would meet their SLO targets with each split (`simulate.fleet.tried`).
 
-    Raises RedlineError where it took longer than LONGEST_S, or the process could not be started or did not say it.
+    Raises RedlineError if the process cannot be started, fails, or takes longer than LONGEST_S.
     """
     trial = Trial(traffic=traffic, model=fleet.model, targets=dict(targets), splits=tuple(splits))
     pipe = asyncio.subprocess.PIPE
@@ -30,19 +31,19 @@ async def tried(
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a Ctrl-C is for the server
+            start_new_session=True,  # Ctrl-C must not reach it
         )  # fmt: skip
     except OSError as error:
-        raise RedlineError(f"roles cannot be tried: {error}") from None
+        raise RedlineError(f"the simulation of roles cannot be started: {error}") from None
     try:
         async with asyncio.timeout(LONGEST_S):
             said, _ = await process.communicate(msgspec.msgpack.encode(trial))
     except TimeoutError:
-        raise RedlineError(f"roles were tried for more than {LONGEST_S:.0f} s") from None
+        raise RedlineError(f"the simulation of roles took more than {LONGEST_S:.0f} s") from None
     finally:
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
     if process.returncode:
-        raise RedlineError(f"the process that tries roles ended with code {process.returncode}")
+        raise RedlineError(f"the simulation of roles ended with code {process.returncode}")
     return dict(zip(splits, msgspec.msgpack.decode(said, type=list[float]), strict=True))

@@ -1,4 +1,4 @@
-"""Every kernel, for tests and benchmarks; a model's own, in one call, are in its `one_call.py`."""
+"""All kernels, for tests and benchmarks; the single-call forward passes of the models are in their `one_call.py`."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
     ),
 )
 
-# The launches of a decode step on a GPU, in their order, what many tokens take in their place, and what travels.
+# The launches of a GPU decode step in order, then their counterparts for many tokens, then data transfers.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, sum_ranks, gates),
     *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.hopper, settle_rows),

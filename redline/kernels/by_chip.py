@@ -1,4 +1,4 @@
-"""The ops that both chips have a kernel for: a call takes the kernel of the chip that has the tensors."""
+"""The ops that have kernels for both chips: a call runs the kernel of the chip that holds the tensors."""
 
 from redline.kernels.cpu import best as cpu_best
 from redline.kernels.cpu import checksum as cpu_checksum

@@ -1,8 +1,8 @@
-"""The ranks of one model: processes that hold a part of each weight and add up what each computes of a layer.
+"""Tensor parallelism: the ranks of one model, processes that each hold a part of every weight and all-reduce results.
 
 A rank has some of the heads and a slice of every expert's width, so a sublayer's result is a partial sum on each rank.
-`Group.add` makes the sum of them, the same bits on every rank, since each adds in the order of ranks. What follows
-from equal bits is equal: norms, experts chosen, tokens drawn. So ranks never ask one another what was decided.
+`Group.add` is the all-reduce. It produces the same bits on every rank, since each adds in rank order. Everything that
+follows from equal bits is equal: norms, experts chosen, tokens sampled. So ranks never exchange decisions.
 """
 
 from collections.abc import Callable
@@ -13,64 +13,64 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """What a rank's model needs of the other ranks. Every rank makes the same calls in the same order.
+    """The communication that a rank's model needs. Every rank makes the same calls in the same order.
 
-    Each call raises RankLost, which names the rank that did not come, the call and the seconds waited, once another
-    rank has kept it waiting beyond the group's deadline.
+    A call raises RankLost, with the rank that did not arrive, the call and the seconds waited, if another rank exceeds
+    the group's timeout.
     """
 
     @property
     def rank(self) -> int:
-        """This one's number, from 0."""
+        """This rank's number, from 0."""
         ...
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     def add(self, partial: Tensor) -> Tensor:
-        """The sum over all ranks of their partial sums [T, D], added in the order of ranks; may be the given tensor."""
+        """All-reduce: the sum of all ranks' partial sums [T, D], added in rank order; may reuse the given tensor."""
         ...
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Begins `add`; what comes back ends it, once: until then the device may do other work."""
+        """Begins `add`. Call the result once to finish it; until then the device may do other work."""
         ...
 
     def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Begins to add partial sums [ranks * n, D] as `begin_add` does; of the sum this rank is given its own n rows,
-        those from rank * n on. What is given must not be read or written before the end."""
+        """Reduce-scatter: begins to add partial sums [ranks * n, D], as in `begin_add`; this rank gets its own n rows
+        of the sum, from rank * n on. The input must not be read or written until it is finished."""
         ...
 
     def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """Begins to write the n rows of each rank, one rank's behind another's, into whole [ranks * n, W] on every
-        rank; what comes back ends it, once, and gives `whole`. Neither must be touched until then."""
+        """All-gather: begins to write the n rows of each rank, in rank order, into whole [ranks * n, W] on every rank.
+        Call the result once to finish it; it returns `whole`. Neither tensor may be touched until then."""
         ...
 
     def gather(self, part_RV: Tensor) -> Tensor:
-        """[R, V / ranks] of each rank -> [R, V] on every rank, side by side in the order of ranks."""
+        """All-gather of columns: [R, V / ranks] of each rank -> [R, V] on every rank, concatenated in rank order."""
         ...
 
     def check(self) -> None:
-        """Raises RankLost where a rank has kept a device waiting too long: what came of it since is nothing."""
+        """Raises RankLost if a device timed out waiting for a rank: all its results since then are invalid."""
         ...
 
     def allow(self, seconds: float) -> None:
-        """From now on a rank may keep this one waiting for so long, in one call."""
+        """Sets the timeout, in seconds, of one call while waiting for another rank."""
         ...
 
     def lose(self, reason: str) -> None:
-        """A rank is lost, in these words: whoever waits here wakes within a second and raises RankLost, as does every
-        later call. Any thread may call this."""
+        """Marks a rank as lost, with this reason: calls that are waiting raise RankLost within a second, as does every
+        later call. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Lets go of what the ranks share, at the same time as the others, or once they are gone."""
+        """Releases the memory that the ranks share, at the same time as the others, or after they have ended."""
         ...
 
 
 class Alone:
-    """A group of one rank: nothing is sent, nothing is copied."""
+    """A group of one rank: no communication, no copies."""
 
     rank = 0
     ranks = 1
@@ -80,15 +80,15 @@ class Alone:
         return partial
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Gives the same tensor."""
+        """Returns the same tensor."""
         return lambda: partial
 
     def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Gives the same tensor, all of whose rows are its own."""
+        """Returns the same tensor, since all rows are this rank's own."""
         return lambda: partial
 
     def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """Copies them."""
+        """Copies `own` into `whole`."""
         whole.copy_(own)
         return lambda: whole
 
@@ -97,37 +97,37 @@ class Alone:
         return part_RV
 
     def check(self) -> None:
-        """Nobody else can be lost."""
+        """Does nothing: there is no other rank."""
 
     def allow(self, seconds: float) -> None:
-        """Nobody is waited for."""
+        """Does nothing: there is no other rank to wait for."""
 
     def lose(self, reason: str) -> None:
-        """Nobody else can be lost."""
+        """Does nothing: there is no other rank."""
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Does nothing: no memory is shared."""
 
 
 ALONE = Alone()
-LOAD_S = 3600.0  # that the first rank to have its weights waits for the last
-START_S = 120.0  # that a rank is waited for while ranks start, compile, record and measure
-STEP_S = 5.0  # afterwards
+LOAD_S = 3600.0  # timeout while the ranks load their weights
+START_S = 120.0  # timeout while ranks start, compile, capture CUDA graphs and measure
+STEP_S = 5.0  # timeout afterwards
 
 
 def least(group: Group, number: int, device: torch.device) -> int:
-    """The least of the ranks' numbers, each up to 2^24, on every rank. Raises RankLost where one does not come."""
+    """The minimum of the ranks' numbers, each up to 2^24, on every rank. Raises RankLost if a rank does not arrive."""
     if group.ranks == 1:
         return number
     found = group.gather(torch.full((1, 4), float(number), device=device)).min().item()
-    group.check()  # a device that has waited in vain gives NaN
+    group.check()  # a device that timed out returns NaN
     return int(found)
 
 
 def meet(group: Group, device: torch.device, seconds: float, afterwards: float) -> None:
-    """Waits until every rank has come here, for `seconds` at most; `afterwards` is what ranks are allowed from then on.
+    """A barrier: waits at most `seconds` until every rank is here, then sets the timeout to `afterwards`.
 
-    Raises RankLost where one does not come.
+    Raises RankLost if a rank does not arrive.
     """
     group.allow(seconds)
     least(group, 0, device)

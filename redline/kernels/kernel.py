@@ -1,7 +1,8 @@
-"""A kernel: how a chip does an op, and which sizes it takes.
+"""A kernel: a chip's implementation of an op, with the sizes that it supports.
 
-A call runs the kernel where it can be had, its sizes fit and its first tensor needs no gradient. Everything else takes
-the op's reference, and is counted (`fallbacks`), which tests and `lab.nano_gpu` read. Kimi's sizes always fit.
+A call runs the kernel if it is available, supports the sizes, and the first tensor needs no gradient. Otherwise the
+op's reference runs, and the call is counted in `fallbacks`, which tests and `lab.nano_gpu` read. Kimi's sizes are
+always supported.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ P = ParamSpec("P")
 A = TypeVar("A", bound=tuple[Any, ...])
 R = TypeVar("R")
 
-fallbacks: Counter[str] = Counter()  # op name -> calls of a `Kernel` in this process that took the reference
+fallbacks: Counter[str] = Counter()  # op name -> calls of a `Kernel` in this process that ran the reference
 _meaning = threading.local()
 
 
@@ -35,10 +36,10 @@ def _as_they_are(args: A) -> A:
 
 @dataclass(frozen=True)
 class Kernel(Generic[P, A, R]):
-    """One chip's way of doing an op. It is called as the op is.
+    """One chip's implementation of an op, with the call signature of the op.
 
-    run: takes the op's record, its weights in this chip's layout. fits: whether `run` takes a record's sizes, dtypes
-    and layouts. lay_out: brings the record of an op's case into this chip's layout.
+    run: takes the op's record, with weights in this chip's layout. fits: whether `run` supports a record's sizes,
+    dtypes and layouts. lay_out: converts the record of an op's test case to this chip's layout.
     """
 
     op: Op[P, A, R]
@@ -48,7 +49,7 @@ class Kernel(Generic[P, A, R]):
     lay_out: Callable[[A], A] = _as_they_are
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The kernel's result or the reference's; takes the fields of the op's record, a tensor first."""
+        """The kernel's or the reference's result; takes the fields of the op's record, a tensor first."""
         record = self.op.args(*args, **kwargs)
         x = record[0]
         assert isinstance(x, Tensor), f"{self.op.name}: the first argument decides the device, got {type(x)}"
@@ -58,7 +59,7 @@ class Kernel(Generic[P, A, R]):
         return self.op.reference(record)
 
     def runs_for(self, x: Tensor) -> bool:
-        """Whether this chip's kernels can be had for tensors like this one."""
+        """Whether this chip's kernels are available for tensors like this one."""
         if getattr(_meaning, "only", False):
             return False
         if self.chip == "hopper":
@@ -68,18 +69,18 @@ class Kernel(Generic[P, A, R]):
 
 @dataclass(frozen=True)
 class ByChip(Generic[P, A, R]):
-    """One op's kernels for both chips: a call takes the one whose chip has the tensors."""
+    """One op's kernels for both chips: a call runs the one of the chip that holds the tensors."""
 
     cpu: Kernel[P, A, R]
     hopper: Kernel[P, A, R]
 
     @property
     def op(self) -> Op[P, A, R]:
-        """The op that both kernels do."""
+        """The op that both kernels implement."""
         return self.cpu.op
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """The result of the kernel whose chip has the first tensor; takes the fields of the op's record."""
+        """The result of the kernel of the first tensor's chip; takes the fields of the op's record."""
         x = args[0]
         on_hopper = isinstance(x, Tensor) and has_kernels(x.device)
         return (self.hopper if on_hopper else self.cpu)(*args, **kwargs)
@@ -87,7 +88,7 @@ class ByChip(Generic[P, A, R]):
 
 @contextlib.contextmanager
 def references() -> Generator[None]:
-    """Inside, every kernel that this thread calls takes its op's reference, so several ops compute what they mean."""
+    """Context manager: every kernel that this thread calls runs its op's reference."""
     _meaning.only = True
     try:
         yield

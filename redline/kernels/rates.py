@@ -1,6 +1,6 @@
-"""How fast a device reads its memory and multiplies matrices, measured: what every floor divides by.
+"""Measures a device's memory bandwidth and matmul throughput, the denominators of all time floors.
 
-A rate is the best of several ways to reach it, each tried several times: disturbance only ever slows.
+A rate is the best of several methods, each run several times: interference can only slow a run down.
 """
 
 import math
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from redline import clock
 
-WORKING_SET_BYTES = 256 << 20  # larger than the last-level cache, on most machines
-GPU_SIDE, CPU_SIDE = 8192, 1024  # of the square matrices that are multiplied
+WORKING_SET_BYTES = 256 << 20  # larger than the last-level cache of most machines
+GPU_SIDE, CPU_SIDE = 8192, 1024  # side of the square matrices
 
 
 def read_rate(device: torch.device, size: int, rounds: int, ways: int = 3) -> float:
-    """Bytes per second, read over `size` bytes in `rounds` rounds of some ten milliseconds.
+    """Bytes per second of reads over `size` bytes, in `rounds` rounds of about ten milliseconds.
 
-    ways: how many of these are tried: a matrix-vector product, which streams best on some machines, a plain sum, which
-    does on others, a maximum.
+    ways: number of methods to try: a matrix-vector product, which is fastest on some machines, a plain sum, which is
+    fastest on others, a maximum.
     """
     rows = max(size // (4 * 1024), 1)
     matrix, vector = torch.ones(rows, 1024, device=device), torch.ones(1024, device=device)
@@ -31,10 +31,10 @@ def read_rate(device: torch.device, size: int, rounds: int, ways: int = 3) -> fl
 
 
 def product_rate(device: torch.device, rounds: int, side: int | None = None) -> float:
-    """Operations per second of matrix products, a multiplication and an addition counted as two.
+    """Operations per second of matmuls; a multiplication and an addition count as two.
 
-    The higher of bf16 and float32; on a GPU of bf16, which is always faster there. side: of the matrices; None: what
-    reaches the rate.
+    The higher of bf16 and float32; on a GPU only bf16, which is always faster there. side: of the matrices; None: a
+    size that reaches the rate.
     """
     if device.type == "cuda":
         side, dtypes = side or GPU_SIDE, [torch.bfloat16]
@@ -49,8 +49,8 @@ def product_rate(device: torch.device, rounds: int, side: int | None = None) -> 
 
 
 def _multiplies_bf16(side: int) -> bool:
-    """Whether this CPU has instructions for it: without them small products take ten times as long as float32's, and
-    larger ones seconds. One thread multiplies, since others would be waited for longer than that on a busy machine."""
+    """Whether this CPU has bf16 instructions: without them small products take ten times as long as float32's, and
+    larger ones seconds. Uses one thread, since on a busy machine waiting for others would take longer than that."""
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,13 +63,13 @@ def _multiplies_bf16(side: int) -> bool:
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int, best: float = math.inf) -> float:
-    """The fastest of `rounds` rounds of some ten milliseconds each, after one run to warm up.
+    """The fastest of `rounds` rounds of about ten milliseconds each, after one warm-up run.
 
-    best: another way's. Work that takes ten times as long is run no further: bf16 products take seconds on a CPU that
-    has no instructions for them.
+    best: the result of another method. A method that is ten times slower is stopped: bf16 products take seconds on a
+    CPU without instructions for them.
 
-    A GPU is timed by the round, since it runs behind. On a CPU the fastest single run counts: where others work beside,
-    threads that wait for one another stop for a scheduler's slice in nearly every round, but not in every run.
+    A GPU is timed per round, since it runs asynchronously. On a CPU the fastest single run counts: on a busy machine,
+    threads that wait for one another lose a scheduler time slice in nearly every round, but not in every run.
     """
 
     def run(times: int) -> float:

@@ -1,14 +1,14 @@
-"""A kernel's arguments: one struct, declared in its C++ source, and read from there by Python.
+"""A kernel's arguments: one struct, declared in its C++ source, which Python parses.
 
     decode/absorb.cu                             decode/absorb.py
     struct AbsorbLaunch {                        _Launch = launch_record("decode/absorb.cu", "AbsorbLaunch")
         const char* q;  // bf16 [T, H, N + P]    _Launch(q=q_THX, weight=..., absorbed=out, tokens=..., heads=...)
         ...
-        int tokens, heads;                       The CPU's structs (`LinearCall`) are in cpu/core/kernels.h and beside
-    };                                           the blocks; `native.function("linear")` takes one's fields by keyword.
+        int tokens, heads;                       The CPU's structs (`LinearCall`) are in cpu/core/kernels.h and next to
+    };                                           the blocks; `native.function("linear")` takes their fields by keyword.
 
-So nothing agrees by position: fields are given by name, all of them, and a tensor's dtype is held against the pointer's
-type. `layout_check` is C++ text that a build appends to the source: it does not compile where sizes or offsets differ.
+No argument is positional: all fields are given by name, and a tensor's dtype is checked against the pointer's type.
+`layout_check` returns C++ text that a build appends to the source: it does not compile if sizes or offsets differ.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-# What a pointer of each C type may point to; a name that is missing here (char, void, u8) points to any bytes.
+# The dtypes that a pointer of each C type may point to; other types (char, void, u8) may point to any bytes.
 _ELEMENTS: dict[str, tuple[torch.dtype, ...]] = {
     "float": (torch.float32,),
     "double": (torch.float64,),
@@ -59,14 +59,14 @@ _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
 
 class Record(ctypes.Structure):
-    """One call's arguments. Every field is given, by name: a number, or for a pointer a tensor (contiguous, of the
-    pointer's element type), an array of Python's or of C's (likewise), another record, an address, or None for null.
+    """One call's arguments. Every field is given by name: a number, or for a pointer a tensor (contiguous, with the
+    pointer's element type), an array of Python or ctypes (with the same rules), a record, an address, or None for null.
 
     Raises TypeError for a field that is missing, unknown, or of another element type, and for a tensor that is not
-    contiguous. The record keeps what it was given; what an address points to has to outlive the call.
+    contiguous. The record keeps references to its arguments; memory behind an address must outlive the call.
     """
 
-    pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
+    pointers: ClassVar[dict[str, str]] = {}  # field -> C type of its target
 
     def __init__(self, **values: Any) -> None:
         names = [name for name, *_ in self._fields_]
@@ -102,7 +102,7 @@ class Record(ctypes.Structure):
 
 
 def _held(value: Any) -> object:
-    """What lies there: a dtype, a record's name, or None where it has neither."""
+    """The element type of a value: a dtype, a record's name, or None if it has neither."""
     if isinstance(value, Tensor):
         return value.dtype
     if isinstance(value, array):
@@ -112,14 +112,14 @@ def _held(value: Any) -> object:
 
 
 def accepted(element: str) -> frozenset[object]:
-    """What may lie where a pointer to these points, in the words of `_held`."""
+    """The values of `_held` that a pointer to this type accepts."""
     return frozenset(_ELEMENTS.get(element, (*_DTYPES, element)))
 
 
 @functools.cache
 def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]:
-    """The struct `name` of a C++ source. Raises LookupError where the source declares none, and ValueError for a field
-    whose type is not known here. base: what its record is a kind of."""
+    """The struct `name` of a C++ source. Raises LookupError if the source does not declare it, and ValueError for a
+    field with an unknown type. base: the base class of the record."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)
     found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
     if found is None:
@@ -138,7 +138,7 @@ def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:
-    """C++ that does not compile where the compiler lays the struct out otherwise than ctypes does."""
+    """C++ that does not compile if the compiler's layout of the struct differs from that of ctypes."""
     name = kind.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "the size of {name}");']
     for field, *_ in kind._fields_:

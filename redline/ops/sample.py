@@ -54,7 +54,7 @@ def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
 def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
     """The minimum weight of a kept token, by top_k, by top_p on the tokens that top_k leaves, and by min_p. float32 [R]
 
-    - best_RB: float32, the weights of each row's B likeliest tokens, largest first: all of them, or the number that
+    - best_RB: float32, the weights of each row's B most probable tokens, largest first: all of them, or the number that
       decides: top_k tokens, if the row has top_k; else enough tokens to reach top_p of the whole row; else the first.
     - whole_R: float64, the sum of weights of the whole row; read for rows that have top_p without top_k.
     """

@@ -34,7 +34,7 @@ class Kept(NamedTuple):
     drafted: bool
 
 
-class Below(Protocol):
+class KvTier(Protocol):
     """A KV offload tier, as the planner sees it. The planner's thread calls it; it never calls the planner."""
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
@@ -62,7 +62,7 @@ class Fetch:
     contents: tuple[Content, ...] = ()  # of the pages, if the cache logs its changes
 
 
-class Fetches:
+class TierReads:
     """The fetches in progress, over a page pool and its prefix cache."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache) -> None:

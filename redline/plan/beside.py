@@ -31,7 +31,7 @@ class Forecast(Protocol):
         ...
 
 
-class Beside:
+class PrefillBudget:
     """Limits the prefill budget of mixed steps (prefill and decode).
 
     spent_s: sum of the durations of all settled steps. bounded: number of steps whose reduced prefill budget was used

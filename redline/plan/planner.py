@@ -29,8 +29,8 @@ from typing import NamedTuple
 from redline.errors import ConfigError
 from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import refusal, short_pages, token_limit
-from redline.plan.below import Below, Fetch, Fetches, Kept, Lack
-from redline.plan.beside import Beside, Forecast
+from redline.plan.below import Fetch, Kept, KvTier, Lack, TierReads
+from redline.plan.beside import Forecast, PrefillBudget
 from redline.plan.notes import Pause, Rounds
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import Changed, Content, PrefixCache
@@ -41,10 +41,10 @@ from redline.plan.timed import TimedSteps
 from redline.tune.costs import StepCosts
 from redline.tune.floor import StepFloor
 from redline.wire.delta import Brought, Delta, Fault, Finish, Preempted
-from redline.wire.handoff import Handed
+from redline.wire.handoff import PrefillDone
 from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId
 from redline.wire.news import STEP_SIZES, Cached, Load, TimedStep
-from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, CapturedShapes, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the previous page's hash (None: the first page, of a job without salt) and its PAGE_TOKENS
@@ -147,8 +147,8 @@ class Planner:
         self._hash_page = hash_page
         self._pool = PagePool(pages)
         self._cache = PrefixCache(self._pool)
-        self._below: Below | None = None
-        self._fetches = Fetches(self._pool, self._cache)
+        self._below: KvTier | None = None
+        self._fetches = TierReads(self._pool, self._cache)
         self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
@@ -173,7 +173,7 @@ class Planner:
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_positions = 0
         self._timed = TimedSteps(clock)
-        self._beside = Beside(config.step_ms)
+        self._beside = PrefillBudget(config.step_ms)
         self._cached_told = 0  # number of `Cached` messages
         self._preemptions = 0
         self._untold: list[Delta] = []  # notes of preempted jobs, to be sent
@@ -261,7 +261,7 @@ class Planner:
             return None
         return job.planned, tuple(job.pages)
 
-    def land(self, handed: Handed) -> list[Delta]:
+    def land(self, handed: PrefillDone) -> list[Delta]:
         """The KV transfer of an expected job is complete. Returns a delta with the first token; the job resumes as
         soon as a slot is free. Raises KeyError for a job without pages from `open`."""
         job = self._arriving[handed.job]
@@ -305,7 +305,7 @@ class Planner:
         self._unopen(job)
         self._wait(job)
 
-    def attach(self, below: Below) -> None:
+    def attach(self, below: KvTier) -> None:
         """From now on evicted pages are offered to the KV offload tiers, and jobs may wait for pages from there."""
         self._below = below
         self._cache.forgets = below.forgets
@@ -414,7 +414,7 @@ class Planner:
         read = job.drafting and job.read >= job.computed
         return Computed(min(job.computed, job.prompt), tuple(job.pages), job.exact, read)
 
-    def report(self, recorded: Recorded) -> None:
+    def report(self, recorded: CapturedShapes) -> None:
         """Set the CUDA graphs that a rank has captured, so that decode steps can replay them."""
         self._recorded.report(recorded)
 

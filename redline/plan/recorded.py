@@ -5,16 +5,16 @@ captured is chosen, and the step names it.
 """
 
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Recorded, Shape
+from redline.wire.step import CapturedShapes, Shape
 
 
 class RecordedShapes:
     """The shapes of decode steps for which every rank has captured a CUDA graph, and the choice among them."""
 
-    def __init__(self, *reports: Recorded, ranks: int = 1) -> None:
+    def __init__(self, *reports: CapturedShapes, ranks: int = 1) -> None:
         """ranks: number of ranks; no graph is chosen before all of them have reported."""
         self._ranks = ranks
-        self._reports: dict[int, Recorded] = {}
+        self._reports: dict[int, CapturedShapes] = {}
         self._shapes: frozenset[Shape] = frozenset()
         self._drafts: dict[int, int] = {}  # by number of rows
         # By rows and positions: the shapes that can hold them, cheapest first.
@@ -22,7 +22,7 @@ class RecordedShapes:
         for report in reports:
             self.report(report)
 
-    def report(self, recorded: Recorded) -> None:
+    def report(self, recorded: CapturedShapes) -> None:
         """Set the graphs that a rank has captured; replaces its previous report."""
         if self._reports.get(recorded.rank) is recorded:
             return

@@ -1,1 +1,1 @@
-"""Router: chooses the worker for a job. See docs/route.md."""
+"""Router: chooses the worker for a job. See docs/routing.md."""

@@ -19,7 +19,7 @@ of r answers adds s to a step of t, a delay counts 1 / (1 - r s / t) times. So a
 its cached pages, but is not bound to it: if the queue there is long enough, or decode is slow, the prompt is recomputed
 on another worker.
 
-There are two separate questions. Among workers that do both prefill and decode of a job, an answer that misses its SLO
+There are two separate questions. Among mixed workers, which prefill and decode a job, an answer that misses its SLO
 target anyway gets no further weight, so that others do not miss theirs. Between prefill on the decode worker and on a
 prefill worker, late answers may still meet their target if nothing delays them, and each delayed answer delays later
 ones. Therefore they have the weight of an answer that is close to its target. A KV transfer occupies a prompt's pages
@@ -83,7 +83,7 @@ class Predicted(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Of prefill and decode there, compared with other workers that do both."""
+        """Of prefill and decode there, compared with other mixed workers."""
         return self.computing_cost_s + self.answer_cost_s + self.held_up_cost_s
 
     @property

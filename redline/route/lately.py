@@ -15,7 +15,7 @@ MOST = 2048  # requests kept
 KNOWN = 128  # newest completed answers of a class, used for the estimate of others
 
 
-class Came:
+class RequestRecord:
     """The record of one job, from its arrival on."""
 
     __slots__ = ("at", "cached", "ended", "of", "output", "prompt")
@@ -39,23 +39,23 @@ class Length(NamedTuple):
     of: str
 
 
-class Lately:
+class RequestHistory:
     """The newest jobs, recorded from the first call of `remember` on. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._came: deque[Came] = deque(maxlen=0)
+        self._came: deque[RequestRecord] = deque(maxlen=0)
 
     def remember(self) -> None:
         """Start recording."""
         self._since = self._clock()
         self._came = deque(maxlen=MOST)
 
-    def came(self, of: str, prompt: int) -> Came:
+    def came(self, of: str, prompt: int) -> RequestRecord:
         """Record the arrival of a job of class `of` with `prompt` prompt tokens. The caller updates the returned
         record."""
-        came = Came(self._clock(), of, prompt)
+        came = RequestRecord(self._clock(), of, prompt)
         self._came.append(came)
         return came
 
@@ -79,7 +79,7 @@ class Lately:
             for each in newest
         ]
 
-    def left(self, under_way: Sequence[Came]) -> list[Length]:
+    def left(self, under_way: Sequence[RequestRecord]) -> list[Length]:
         """Remaining work of running jobs: an answer that has begun needs no more prefill."""
         becomes = self._becomes(under_way)
         found: list[Length] = []
@@ -88,7 +88,7 @@ class Lately:
             found.append(Length(there, max(0, each.prompt - there), max(1, becomes(each) - each.output), each.of))
         return found
 
-    def _becomes(self, some: Sequence[Came]) -> Callable[[Came], int]:
+    def _becomes(self, some: Sequence[RequestRecord]) -> Callable[[RequestRecord], int]:
         """A function that returns the actual or estimated number of tokens of an answer."""
         of_all = _Ended([each.output for each in self._came if each.ended])
         ended = {
@@ -97,7 +97,7 @@ class Lately:
         }
         return lambda each: each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
 
-    def _newest(self, window_s: float) -> list[Came]:
+    def _newest(self, window_s: float) -> list[RequestRecord]:
         since = self._clock() - window_s
         return [each for each in self._came if each.at >= since]
 

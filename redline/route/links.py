@@ -1,8 +1,8 @@
 """The workers as one replica of the API sees them, and the choice of the worker for a job.
 
-A worker has a name, and an epoch that increases with each start. A `Link` is one start of one worker: each start has
-its own inbox, so late messages of an earlier start are not received. `Links` holds the state; the choice is a pure
-function of it (`choose.py`).
+A worker has a name, and an epoch that increases with each start. A `WorkerHandle` is one start of one worker: each
+start has its own inbox, so late messages of an earlier start are not received. `WorkerRegistry` holds the state; the
+choice is a pure function of it (`choose.py`).
 """
 
 import math
@@ -18,7 +18,7 @@ from redline.tune.pairs import Work
 from redline.tune.targets import Targets
 from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
-from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role, TakeRole
+from redline.wire.news import Cached, Heartbeat, Load, Ping, Ready, Recall, Role, TakeRole
 
 # Timeout: without a heartbeat (sent every pulse.BEAT_S) for this long, a worker is taken as stopped or down.
 SILENT_S = 5.0
@@ -34,7 +34,7 @@ class Coming(NamedTuple):
     pages: tuple[PageHash, ...]
 
 
-class Link:
+class WorkerHandle:
     """One start of one worker. `ready` is None until it accepts jobs; `lost` is the reason of its end, once it has
     ended."""
 
@@ -83,7 +83,7 @@ class Link:
         self.role, self.turning = role, now
         self.outbox.put(TakeRole(role=role))
 
-    def heard(self, beat: Beat, now: float) -> None:
+    def heard(self, beat: Heartbeat, now: float) -> None:
         """Record a heartbeat."""
         self.beats += 1
         self._last_turn_s = self.turn_s
@@ -101,7 +101,7 @@ class Link:
         """Send a ping, to which its next heartbeat replies. replica: the API replica that sends it."""
         self._knocks += 1
         self._unanswered.append((self._knocks, now))
-        self.outbox.put(Knock(number=self._knocks, replica=replica))
+        self.outbox.put(Ping(number=self._knocks, replica=replica))
 
     def silent_s(self, now: float) -> float:
         """Seconds since its last heartbeat, or since the oldest ping without a reply; the time of a running step
@@ -152,13 +152,13 @@ class Link:
 class Route(NamedTuple):
     """The worker or workers for a job, with the predictions for the choice."""
 
-    link: Link
-    prefill: Link | None  # the prefill worker; None: `link` does the prefill
+    link: WorkerHandle
+    prefill: WorkerHandle | None  # the prefill worker; None: `link` does the prefill
     expected: Predicted  # for the worker that computes the prompt
     instead: tuple[Predicted, ...] = ()  # for the other candidates
 
 
-class Links:
+class WorkerRegistry:
     """The newest start of each worker.
 
     clock: returns seconds; heartbeat timeouts use it.
@@ -166,7 +166,7 @@ class Links:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, WorkerHandle] = {}
         # By worker: seconds from start to ready, of its newest start that became ready.
         self._start_s: dict[str, float] = {}
         self.index = PageIndex()
@@ -175,7 +175,7 @@ class Links:
         self._ready: Ready | None = None
         self.last: Ready | None = None  # limits on jobs, as of when there last was a decode worker
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(self._links.values())
 
     @property
@@ -189,7 +189,7 @@ class Links:
         become ready yet."""
         return max(self._start_s.values(), default=0.0)
 
-    def join(self, link: Link) -> None:
+    def join(self, link: WorkerHandle) -> None:
         """Add the start of a worker. Raises AssertionError if its previous start has not ended."""
         before = self._links.get(link.name)
         assert before is None or before.lost is not None, f"{before} has not ended, but {link} starts"
@@ -199,7 +199,7 @@ class Links:
         self.index.begin(link.name)
         self._look()
 
-    def speaks(self, link: Link, ready: Ready) -> str | None:
+    def speaks(self, link: WorkerHandle, ready: Ready) -> str | None:
         """A worker has loaded its model: None, or why it cannot serve together with the others.
 
         Raises AssertionError for a worker that has ended: only another start of it can become ready.
@@ -214,27 +214,27 @@ class Links:
         self._look()
         return None
 
-    def lose(self, link: Link, reason: str) -> None:
+    def lose(self, link: WorkerHandle, reason: str) -> None:
         """A worker has ended: send it nothing more."""
         link.ready, link.load, link.lost = None, None, reason
         self.index.forget(link.name)
         self._look()
 
-    def turn(self, link: Link, role: Role) -> None:
+    def turn(self, link: WorkerHandle, role: Role) -> None:
         """Switch a worker's role (`roles.refusal` returns whether that is possible)."""
         link.turn(role, self._clock())
         self._look()
 
-    def turning_s(self, link: Link) -> float | None:
+    def turning_s(self, link: WorkerHandle) -> float | None:
         """Seconds since a worker's role switch started; None: no switch in progress."""
         return None if link.turning is None else self._clock() - link.turning
 
-    def cached(self, link: Link, news: Cached) -> None:
+    def cached(self, link: WorkerHandle, news: Cached) -> None:
         """Apply an update of a worker's prefix cache. If an update was missed, request the complete content."""
         if not self.index.take(link.name, news):
             self.recall(link)
 
-    def recall(self, link: Link) -> None:
+    def recall(self, link: WorkerHandle) -> None:
         """Request the complete content of a worker's prefix cache, if there are other workers to choose from."""
         if self.several:
             link.outbox.put(Recall())
@@ -252,11 +252,11 @@ class Links:
             return None
         return next((link.lost for link in serving), None)
 
-    def silent_s(self, link: Link) -> float:
-        """Seconds since a worker's last heartbeat, or since its oldest ping without a reply (`Link.silent_s`)."""
+    def silent_s(self, link: WorkerHandle) -> float:
+        """Seconds since a worker's last heartbeat, or since its oldest ping without a reply."""
         return link.silent_s(self._clock())
 
-    def is_silent(self, link: Link) -> bool:
+    def is_silent(self, link: WorkerHandle) -> bool:
         """Whether a worker has exceeded the heartbeat timeout SILENT_S: it is stopped or down."""
         return self.silent_s(link) > SILENT_S
 
@@ -275,7 +275,7 @@ class Links:
         stalled = f"a step has been running for {min(turns):.0f} s" if turns and min(turns) > STALLED_S else None
         return self.silence or stalled
 
-    def loaded(self, link: Link, load: Load) -> None:
+    def loaded(self, link: WorkerHandle, load: Load) -> None:
         """Apply a worker's load report. The last one may arrive after the worker has ended, and is then dropped."""
         link.load = load if link.lost is None else None
         for step in load.timed:
@@ -334,7 +334,7 @@ class Links:
         return queued * self.pace.token_s(self.pace.model)
 
     def candidate(
-        self, link: Link, job: Job, pages: Mapping[str, int], of: str = "", waits_s: float = 0.0
+        self, link: WorkerHandle, job: Job, pages: Mapping[str, int], of: str = "", waits_s: float = 0.0
     ) -> Candidate:
         """State of a worker for the choice. pages: cached leading pages of the prompt, by worker. of: the job's
         class. waits_s: `prompts_wait_s`."""
@@ -346,14 +346,14 @@ class Links:
         busy = link.computing.share(self._clock())
         return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy, link.room)
 
-    def _beside(self, link: Link, of: str, waits_s: float) -> int:
+    def _beside(self, link: WorkerHandle, of: str, waits_s: float) -> int:
         """Number of answers at a worker when a job of class `of` is decoded there."""
         writing = link.jobs + link.jobs_of_others - link.awaited
         if not link.awaited:
             return writing
         return beside(writing, link.awaited, self.pace.output(of) * self.pace.between_s(writing + 1), waits_s)
 
-    def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
+    def _computes_for(self, link: WorkerHandle, others: Sequence[WorkerHandle]) -> bool:
         """Whether it is a prefill worker that responds, and all of `others` can read its parcels."""
         ready = link.ready
         return (
@@ -365,10 +365,10 @@ class Links:
             and all(other.ready is not None and other.ready.format == ready.format for other in others)
         )
 
-    def newly_gone(self) -> list[Link]:
+    def newly_gone(self) -> list[WorkerHandle]:
         """Workers that are down or do not respond, and of which the other workers have not been notified; each is
         returned once."""
-        found: list[Link] = []
+        found: list[WorkerHandle] = []
         for link in self:
             out = link.lost is not None or (link.ready is not None and self.silent_s(link) > MOVE_S)
             if out and not link.gone:
@@ -376,7 +376,7 @@ class Links:
             link.gone = out
         return found
 
-    def fallen_silent(self) -> list[Link]:
+    def fallen_silent(self) -> list[WorkerHandle]:
         """Workers that have not responded for MOVE_S while another decode worker responds. A prefill worker may have
         answers left from its previous role."""
         if not any(self.silent_s(link) <= MOVE_S / 2 for link in self if link.answers):

@@ -10,7 +10,7 @@ import math
 import msgspec
 
 from redline.tune.pairs import Work
-from redline.tune.steps import StepModel, StepSums
+from redline.tune.steps import StepModel, StepTimeStats
 
 FRESH_TOKEN_S = 1e-4  # seconds per prompt token, before any prefill was measured
 FRESH_OUTPUT = 256  # tokens of an answer, before any is complete
@@ -26,7 +26,7 @@ class Pace:
         """known: a fixed step model; None: it is learned."""
         self.step_tokens = 512  # maximum tokens of a step: the minimum over all workers
         self._known = known
-        self._sums = StepSums()
+        self._sums = StepTimeStats()
         self._prompts = False  # whether a step with prompt tokens was measured
         self._rows = self._context = self._tokens = 0.0  # of steps without prompts
         self._prompt = self._pairs = self._expanded = 0.0  # of steps with prompts

@@ -12,7 +12,7 @@ from redline.route.pace import Pace
 from redline.wire.delta import Preempted
 
 
-class Beside(NamedTuple):
+class ConcurrentAnswer(NamedTuple):
     """Another running answer on the same worker."""
 
     pages: int  # pages that it holds
@@ -28,7 +28,7 @@ class GoesOn(NamedTuple):
     again_s: float  # from then to its next token
 
 
-def goes_on(lost: Preempted, beside: Iterable[Beside], pace: Pace) -> GoesOn:
+def goes_on(lost: Preempted, beside: Iterable[ConcurrentAnswer], pace: Pace) -> GoesOn:
     """The prediction. beside: the other running answers on the worker, without the preempted job."""
     between_s = pace.between_s(lost.running)
     ends = sorted((min(pace.output(each.of), max(1, each.most_tokens - each.tokens)), each.pages) for each in beside)

@@ -1,17 +1,17 @@
-"""Role switches of running workers: when they are allowed, and when they are complete. See docs/fleet.md.
+"""Role switches of running workers: when they are allowed, and when they are complete. See docs/routing.md.
 
 New jobs follow the new role at once. A decode worker that becomes a prefill worker first ends its running answers:
 after STAY_S the remaining ones are resumed on other workers, as when a worker is replaced. A prefill worker that
 becomes a decode worker completes the prompts that it was sent.
 """
 
-from redline.route.links import MOVE_S, Link, Links
+from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.wire.news import Role
 
 STAY_S = 3.0  # time for running answers to end in place; with the time of a move, a switch takes at most 5 s
 
 
-def refusal(links: Links, link: Link, role: Role) -> str | None:
+def refusal(links: WorkerRegistry, link: WorkerHandle, role: Role) -> str | None:
     """Why a worker cannot switch to this role now, in one line; None if it can."""
     if link.ready is None:
         return f"{link.name} is not ready: {link.lost or 'it is loading its model'}; retry once it is"
@@ -35,11 +35,11 @@ def refusal(links: Links, link: Link, role: Role) -> str | None:
     return None
 
 
-def can_answer(links: Links, link: Link) -> bool:
+def can_answer(links: WorkerRegistry, link: WorkerHandle) -> bool:
     """Whether it accepts new jobs to decode: it is ready, not about to be replaced, and responds."""
     return link.answers and not link.draining and links.silent_s(link) <= MOVE_S
 
 
-def is_done(link: Link, answers: int) -> bool:
+def is_done(link: WorkerHandle, answers: int) -> bool:
     """Whether a role switch is complete. answers: number of answers that the worker still has to complete."""
     return link.told == link.role and (link.role != "prefill" or not answers)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.hopper.step.adjust import SlotWishes
+from redline.kernels.hopper.step.adjust import LogitAdjustments
 from redline.kernels.hopper.step.step_rows import MOST_STEP
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
@@ -221,7 +221,7 @@ class Sizes:
             return 0
         vocabulary, positions = self.config.vocab_size, MOST_STEP
         of_positions = positions * (4 * -(-vocabulary // 32) + 8 * TOP_LOGPROBS.stop)
-        return SlotWishes.bytes_of(self.max_running + 1, vocabulary) + of_positions
+        return LogitAdjustments.bytes_of(self.max_running + 1, vocabulary) + of_positions
 
     @property
     def _drafter_bytes(self) -> int:

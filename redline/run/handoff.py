@@ -2,8 +2,8 @@
 block of bytes.
 
 The layers of a page are far apart, each in its own plane, as attention reads them. A network or a second GPU would read
-pieces of one page and one layer at a tenth of its bandwidth (docs/handoff.md). So the prefill worker gathers them into
-megabytes, and the decode worker scatters them into pages of its own, with page ids of its own. A parcel is
+pieces of one page and one layer at a tenth of its bandwidth (docs/kv_transfer.md). So the prefill worker gathers them
+into megabytes, and the decode worker scatters them into pages of its own, with page ids of its own. A parcel is
 
     the target's rows    [layers, positions, bytes of a row]
     the drafter's rows   [places, bytes of a row]                 in the parcel with the last layers, with a drafter
@@ -27,7 +27,7 @@ VERSION = 1
 PARCEL_BYTES = 4 << 20  # largest size, unless one layer of one page is larger
 
 
-class Parcels:
+class KvChunkLayout:
     """Converts between the pages of a pool and parcels. `format` identifies the contents of this pool's parcels;
     only workers with the same format exchange parcels."""
 

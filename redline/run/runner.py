@@ -34,7 +34,7 @@ from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import Matchers, masked
-from redline.run.graphs.captured import CapturedSteps, Wants, no_choice, not_finite
+from redline.run.graphs.captured import CudaGraphRunner, SamplingNeeds, no_choice, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
@@ -42,7 +42,7 @@ from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slot, Slots, Span
 from redline.wire.job import Grammar, Sampling
-from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, CapturedShapes, RowResult, Step, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -183,11 +183,11 @@ class Runner:
         # Called with the name of each part of a step as it begins, in the thread that runs it; with "" when the step's
         # work ends.
         self.begins: Callable[[str], object] = nobody
-        self._captured: CapturedSteps | None = None
+        self._captured: CudaGraphRunner | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
             shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
-            self._captured = CapturedSteps(shared, 1 + drafts)
+            self._captured = CudaGraphRunner(shared, 1 + drafts)
             self._chunks = PromptChunks(shared, self._captured, self.drafting)
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
@@ -204,9 +204,9 @@ class Runner:
         return self._thread is not None
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> CapturedShapes:
         """The shapes of decode steps that have a CUDA graph now."""
-        return Recorded() if self._captured is None else self._captured.report
+        return CapturedShapes() if self._captured is None else self._captured.report
 
     def launch(self, step: Step) -> Pending:
         """Queues the step; `wait` of the returned object gives its result. The same thread must launch and wait."""
@@ -227,7 +227,7 @@ class Runner:
         captured = self._captured
         return captured is not None and self._by_thread(functools.partial(self._record_more, captured)).result()
 
-    def _record_more(self, captured: CapturedSteps) -> bool:
+    def _record_more(self, captured: CudaGraphRunner) -> bool:
         """With tensor parallelism each rank compiles its kernels at its own pace: all ranks have to finish the
         capture before a step waits for one of them."""
         group = self.model.group
@@ -327,7 +327,7 @@ class Runner:
             while (work := self._work.get()) is not None:
                 work()
 
-    def _start(self, step: Step, captured: CapturedSteps, marks: LayerMarks | None) -> WaitForStep:
+    def _start(self, step: Step, captured: CudaGraphRunner, marks: LayerMarks | None) -> WaitForStep:
         """Launches the step's decode rows, then its prompts, and waits for neither unless a row needs the host."""
         self.begins("begin")
         try:
@@ -337,7 +337,7 @@ class Runner:
                 marks.end()
             self.begins("")
 
-    def _launch(self, step: Step, captured: CapturedSteps, marks: LayerMarks | None) -> WaitForStep:
+    def _launch(self, step: Step, captured: CudaGraphRunner, marks: LayerMarks | None) -> WaitForStep:
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
@@ -350,7 +350,7 @@ class Runner:
         prompts = tuple(row for row in step.rows if row.start is not None)
         decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
         decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
-        wants = captured.wants(decode) if decoding else Wants(None)
+        wants = captured.wants(decode) if decoding else SamplingNeeds(None)
         if wants.refusal is not None or not step.rows:
             if wants.refusal is not None:
                 self.led[wants.refusal] += 1
@@ -366,7 +366,7 @@ class Runner:
             raise
         return read if replayed is None else functools.partial(_together, step, replayed, read)
 
-    def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
+    def _replay(self, step: Step, wants: SamplingNeeds, captured: CudaGraphRunner) -> WaitForStep:
         """Launches a step of decode rows as a CUDA graph."""
         self.begins("replay")
         self.replays += 1

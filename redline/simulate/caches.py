@@ -1,10 +1,11 @@
-"""What all played workers have cached, in blocks of a trace: which worker a prompt is cached at, and how far.
+"""The prefix caches of all simulated workers, in a trace's blocks: which workers have a prompt cached, and how much.
 
-The product keeps a cache in each worker (`plan/prefix.py`) and an index of all in the API (`route/index.py`), in pages
-of 64 tokens. Here both are one object, in a trace's blocks of 512: hundreds of workers and a million prompts would not
-end otherwise. The same: a prompt is cached as far as its first missing block, the least recently used block goes first,
-and of a prompt the last before the first. Not the same: pages that a running job holds count by their number, and may
-be forgotten where the product keeps them; blocks of answers are not kept.
+The server has a prefix cache in each worker (`plan/prefix.py`) and an index of all in the API (`route/index.py`), in
+pages of 64 tokens. Here both are one object, in a trace's blocks of 512 tokens; otherwise simulations with hundreds of
+workers and a million prompts would not finish. Like the server's: a prefix cache hit ends at the first missing block,
+eviction is least recently used first, and the last block of a prompt goes before the first. Unlike the server's: pages
+that a running job holds only reduce the capacity, and may be evicted here while the server keeps them; blocks of
+answers are not cached.
 """
 
 from collections import OrderedDict
@@ -13,27 +14,28 @@ from typing import NamedTuple
 
 
 class Depth(NamedTuple):
-    """The workers, as bits, that have the first `blocks` blocks of a prompt; those that have more are not left out."""
+    """The workers, as a bit mask, that have at least the first `blocks` blocks of a prompt cached."""
 
     blocks: int
     workers: int
 
 
 class Caches:
-    """The blocks of every worker, least recently used first."""
+    """The cached blocks of every worker, least recently used first."""
 
     def __init__(self, workers: int, blocks: int) -> None:
-        """blocks: that each worker can hold."""
+        """blocks: capacity of each worker."""
         self.blocks = blocks
         self._of: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(workers)]
         self._holders: dict[int, int] = {}
 
     def kept(self, worker: int) -> int:
-        """How many blocks a worker has."""
+        """The number of blocks that a worker has cached."""
         return len(self._of[worker])
 
     def depths(self, prompt: Sequence[int]) -> list[Depth]:
-        """How much of a prompt is cached where, the least first: each entry's workers are among those before it."""
+        """How many blocks of a prompt are cached at which workers, in ascending order; each entry's workers are a
+        subset of the one before."""
         found: list[Depth] = []
         holders = self._holders
         left, number = -1, 0
@@ -50,7 +52,8 @@ class Caches:
         return found
 
     def use(self, worker: int, prompt: Sequence[int], most: int) -> None:
-        """A worker has a prompt from now on, whose blocks it has used last. most: blocks that it has room for."""
+        """Insert a prompt into a worker's cache as most recently used. most: the worker's capacity in blocks; older
+        blocks are evicted."""
         own, holders, bit = self._of[worker], self._holders, 1 << worker
         for block in reversed(prompt):
             if block in own:
@@ -66,7 +69,7 @@ class Caches:
                 del holders[block]
 
     def forget(self, worker: int) -> None:
-        """A worker has ended, and has nothing any more."""
+        """A worker has ended: clear its cache."""
         for block in self._of[worker]:
             if left := self._holders[block] & ~(1 << worker):
                 self._holders[block] = left
@@ -75,7 +78,7 @@ class Caches:
         self._of[worker].clear()
 
     def check(self) -> None:
-        """Raises AssertionError unless both books say the same."""
+        """Raises AssertionError unless both indexes agree."""
         holders: dict[int, int] = {}
         for worker, own in enumerate(self._of):
             for block in own:

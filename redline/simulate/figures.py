@@ -1,4 +1,4 @@
-"""What came of a simulated fleet, as numbers: what it kept, what it cost, and both over time."""
+"""The results of a simulation as numbers: SLO attainment, cost, and both over time."""
 
 import math
 from bisect import bisect_right
@@ -14,16 +14,18 @@ LEAST_BUCKET_S = 10.0
 
 
 class Share(Record, frozen=True):
-    """Of the requests of a class, how many came and how many kept their targets."""
+    """For the requests of a class: how many arrived, and how many met their SLO targets."""
 
     requests: int
     good: int
 
 
 class Bucket(Record, frozen=True):
-    """A piece of the run from `at_s` on. requests_s, good_s: that came in it, a second. Then the workers by role.
+    """An interval of the run that begins at `at_s`.
 
-    running: workers that are paid for, on the mean: also those that start, or end what they have.
+    requests_s, good_s: requests per second that arrived in it, and those of them that met their targets. prefill,
+    decode, both: workers of each role. running: mean number of workers that are paid for, including those that start
+    or drain.
     """
 
     at_s: float
@@ -36,7 +38,7 @@ class Bucket(Record, frozen=True):
 
 
 class Change(Record, frozen=True):
-    """From `at_s` on the fleet was to have these roles. running: workers that are paid for."""
+    """The target roles of the fleet from `at_s` on. running: workers that are paid for."""
 
     at_s: float
     prefill: int
@@ -47,13 +49,13 @@ class Change(Record, frozen=True):
 
 
 class Figures(Record, frozen=True):
-    """One run. Times are seconds unless a name says else, and infinite ones (who never ended) are null.
+    """One run. Times are in seconds unless the name has another unit; infinite times (unfinished requests) are null.
 
-    goodput: good requests a second, over `seconds` of the trace. itl_ms_p50, itl_ms_p99: of all gaps between two tokens
-    of answers; a request is held to its own mean. remote: share of requests whose prompt another worker computed than
-    the one that answered. workers, gpus: of the fleet, all that may run. cost: of the GPUs of workers that run, for
-    `seconds`, in the unit of the price; without a price, in GPU-hours. use: the share of their time that workers
-    computed while they ran.
+    goodput: requests per second that met their targets, over `seconds` of the trace. itl_ms_p50, itl_ms_p99: of all
+    inter-token gaps; a request's target applies to its own mean. remote: share of requests with prefill and decode on
+    different workers. workers, gpus: of the whole fleet, including those that do not run. cost: of the GPUs of running
+    workers over `seconds`, in the unit of the price; without a price, in GPU-hours. use: fraction of their running time
+    in which workers computed.
     """
 
     name: str
@@ -83,7 +85,7 @@ class Figures(Record, frozen=True):
 
 
 def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.0) -> Figures:
-    """The figures of a run that has ended. seconds: of its trace. price: of a GPU for an hour."""
+    """The figures of a run that has ended. seconds: length of its trace. price: of one GPU-hour."""
     ended = simulation.ended
     each_gpus = max(1, simulation.workers[0].model.gpus)
     good = sum(each.good for each in ended)
@@ -126,7 +128,7 @@ def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.
 
 
 def worker_seconds(simulation: Simulation, begin_s: float, end_s: float) -> float:
-    """Of all workers together, for how long they ran between two times: what they are paid for."""
+    """Worker-seconds that all workers together ran, and are paid for, between two times."""
     periods = simulation.periods
     ends = [*(period.at_s for period in periods[1:]), max(end_s, periods[-1].at_s)]
     return sum(
@@ -164,7 +166,8 @@ def _over_time(simulation: Simulation, ended: Sequence[Ended], seconds: float) -
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:
-    """The least of sorted values that so large a share of them does not exceed; None where that is infinite."""
+    """The `share` quantile of sorted values: the least value that a fraction `share` of them does not exceed; None if
+    it is infinite."""
     if not values:
         return None
     value = values[max(0, math.ceil(share * len(values)) - 1)]

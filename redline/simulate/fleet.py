@@ -1,10 +1,11 @@
-"""A fleet on a trace, by events: requests come, are sent, are played, and keep their targets or do not.
+"""Discrete-event simulation of a fleet on a trace: requests arrive, are routed and computed, and meet their SLO targets
+or do not.
 
-What is the product's: `route.choose` (`predict`, `apart`) says where a request goes, by what `route.pace` has learned,
-`tune.roles.choose_roles` which roles workers have, where they are not fixed, and `tune.count.choose_count` how many
-run. Before roles change others are tried (`tried`): what came lately is played with each. What is played: workers
-(`worker.py`), caches (`caches.py`) and handoffs (a time for each token). In a pool of more than EVERYBODY workers not
-all are looked at for each request, but those that have most of the prompt, and a few at random.
+Server code: `route.choose` (`predict`, `apart`) routes requests with the times that `route.pace` has learned,
+`tune.roles.choose_roles` chooses the roles of workers if they are not fixed, and `tune.count.choose_count` the number
+of workers. Before roles change, the recent requests are replayed with each candidate split (`tried`). Simulated:
+workers (`worker.py`), prefix caches (`caches.py`) and KV transfers (a time per token). In a pool of more than EVERYBODY
+workers, a request considers only the workers with the longest cached prefix, and a few random ones.
 """
 
 import heapq
@@ -28,26 +29,27 @@ from redline.tune.roles import Fleet as Chosen
 from redline.tune.targets import Targets
 from redline.wire.news import Role
 
-EVERYBODY = 16  # workers of a pool, up to which each is looked at for every request
-SOME = 4  # otherwise: of those that have most of the prompt, and of all at random
-PATIENCE_S = 600.0  # behind the last request: who has not ended by then never does
-RECENT_S = 60.0  # of requests, by which roles are chosen
-REST_S = 30.0  # between two changes, at least
-CONFIRM = 2  # looks in a row that say the same, before anything changes: these three as [steer] of a server has them
-LEAST_REQUESTS = 50  # of these
-TRIED_WORKERS = EVERYBODY  # of a fleet that is played to try its roles, at most
-TRIED_TIMES = 2  # what came is played behind itself: a rush of some seconds for no minutes
-TRIED_BEHIND = 2.0  # times what computing the prompts under way takes all workers, that it is played for longer
-TRIED_LEAST, TRIED_MOST = 256, 2048  # requests: of few it is played anew, with other times between them
-LEARNT = 256  # requests, by which its router knows how long prompts take and answers become
+EVERYBODY = 16  # largest pool in which every worker is considered for every request
+SOME = 4  # in larger pools: workers with the longest cached prefix, and random workers, that are considered
+PATIENCE_S = 600.0  # after the last request: requests that have not ended by then count as unfinished
+RECENT_S = 60.0  # window of recent requests by which roles are chosen
+REST_S = 30.0  # minimum between two role changes
+CONFIRM = 2  # evaluations in a row with the same direction before a change; these three as in a server's [steer]
+LEAST_REQUESTS = 50  # minimum of requests in the window for an evaluation
+TRIED_WORKERS = EVERYBODY  # maximum of workers in a replay; larger fleets are scaled down to it
+TRIED_TIMES = 2  # repetitions of the recent requests in a replay: a burst of some seconds does not last for minutes
+TRIED_BEHIND = 2.0  # a replay is extended by this factor times the time for all workers to prefill the pending prompts
+TRIED_LEAST, TRIED_MOST = 256, 2048  # requests of a replay: with fewer it is repeated with other arrival times; maximum
+LEARNT = 256  # requests from which the router of a replay learns prefill times and answer lengths
 WATCH_EVERY = 5_000  # events
 
 Way = Literal["predicted", "remote", "local"]
-"""Where prompts are computed: where the router expects less, by the workers for prompts, or where answers are."""
+"""Which worker computes a prompt. predicted: the one that the router predicts to be faster; remote: a prefill worker;
+local: the worker that decodes."""
 
 
 class Counted(NamedTuple):
-    """How many workers run, where that follows the traffic; the fields as in `tune.count.Limits`."""
+    """Autoscaling of the number of workers; the fields are those of `tune.count.Limits`."""
 
     least: int
     most: int
@@ -56,10 +58,13 @@ class Counted(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is simulated. plan_s: how often roles are chosen anew; None: they stay. flip_s: a worker that changes its
-    role gets nothing new for so long. horizon_s: over which a change has to pay. slow_s: longer gaps between two tokens
-    are counted for each request. counted: how many workers run, with plan_s; None: as many as have `roles`, with which
-    it begins."""
+    """The parameters of a simulation.
+
+    roles: the initial roles. plan_s: seconds between two evaluations of roles; None: roles are fixed. flip_s: seconds
+    in which a worker that switches its role gets no new jobs. horizon_s: seconds over which a change has to pay for
+    itself. slow_s: longer inter-token gaps are counted for each request. counted: autoscaling, which needs plan_s;
+    None: the number of workers stays that of `roles`.
+    """
 
     model: WorkerModel
     roles: Roles
@@ -74,8 +79,8 @@ class Setting(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """One request, once it has ended, or never did (first_s is infinite). of: its class. slow: the share of the gaps
-    between its tokens that were longer than the setting's `slow_s`."""
+    """The result of one request; first_s is infinite if it never ended. of: its class. slow: the share of its
+    inter-token gaps that were longer than `slow_s`."""
 
     came_s: float
     prompt: int
@@ -90,9 +95,9 @@ class Ended(NamedTuple):
 
 
 class Period(NamedTuple):
-    """From a time on the fleet has these roles. why: what was said of it; empty: at the beginning.
+    """The fleet has these roles from `at_s` on. why: the reason of the change; empty at the beginning.
 
-    running: workers that are paid for, those that start or end included.
+    running: workers that are paid for, including those that start or drain.
     """
 
     at_s: float
@@ -102,13 +107,13 @@ class Period(NamedTuple):
 
 
 class Simulation:
-    """One run. Give it requests by time once, with `run`; then read `ended`, `periods`, `gaps` and the workers."""
+    """One run. Call `run` once with requests sorted by time; then read `ended`, `periods`, `gaps` and the workers."""
 
     def __init__(self, setting: Setting, watch: Callable[[float], object] | None = None) -> None:
-        """watch: called now and then with the time that has been simulated, in seconds."""
+        """watch: called every WATCH_EVERY events with the simulated time in seconds."""
         self.now = 0.0
         self.ended: list[Ended] = []
-        self.gaps: Counter[int] = Counter()  # milliseconds between two tokens, by class
+        self.gaps: Counter[int] = Counter()  # number of inter-token gaps, by bin (`worker.gap_ms`)
         self.events = 0
         model, runs, counted = setting.model, setting.roles.workers, setting.counted
         count = runs if counted is None else max(runs, counted.most)
@@ -117,7 +122,7 @@ class Simulation:
         self.workers = [Worker(index, model, role, self.gaps, setting.slow_s) for index, role in enumerate(each)]
         self._off = set(range(runs, count))  # workers that do not run
         self._starting: dict[int, Role] = {}
-        self._ending: set[int] = set()  # workers that write what they have, and run no more then
+        self._ending: set[int] = set()  # workers that drain before they stop
         self._looks: list[Look] = []
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
@@ -130,15 +135,16 @@ class Simulation:
         self._open: dict[int, Played] = {}  # requests that have not ended
         self._heap: list[tuple[float, int, int, int, Played | None]] = []
         self._order = itertools.count()
-        self._until: dict[int, Role] = {}  # workers that change their role, and to which
-        self._said = 0, 0  # more workers for prompts (1) or fewer (-1), and in how many looks in a row
-        self._changed_s = 0.0  # when roles changed last, or the run began
-        self._tried_s = -math.inf  # when others were tried last, and none was better
+        self._until: dict[int, Role] = {}  # workers that are switching roles, and their new role
+        self._said = 0, 0  # more prefill workers (1) or fewer (-1), and the number of evaluations in a row that gave it
+        self._changed_s = 0.0  # time of the last role change, or of the start of the run
+        self._tried_s = -math.inf  # time of the last replay in which no other split was better
         self._recent: deque[tuple[float, Asked]] = deque()
         self._pool()
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Plays requests, which come by time, to their end. What has not ended PATIENCE_S after the last never does."""
+        """Simulate requests, sorted by time, to their end. Those that have not ended PATIENCE_S after the last arrival
+        count as unfinished."""
         heap, plan_s, promised = self._heap, self._setting.plan_s, self._setting.targets
         coming = iter(requests)
         request, last = next(coming, None), 0.0
@@ -170,7 +176,7 @@ class Simulation:
             )
 
     def learn(self, requests: Sequence[Asked]) -> None:
-        """The router knows from the beginning what these are like, as one does that has been routing them."""
+        """Teach the router the prefill work and answer lengths of these requests, as if it had already routed them."""
         for each in requests[:LEARNT]:
             self._pace.stepped(_of_prompt(each.cached, max(1, each.uncached)), 0.0, 0.0)
             self._pace.answered(each.of, each.output)
@@ -178,15 +184,15 @@ class Simulation:
         self._pace.stepped(Work(rows=1, context=context), 0.0, self._model.tokens_per_step)
 
     def check(self) -> None:
-        """Raises AssertionError unless the books of caches and workers are right."""
+        """Raises AssertionError unless the accounts of caches and workers are consistent."""
         self._caches.check()
         for worker in self.workers:
             worker.check()
             if not self._open:
-                assert worker.queue == worker.jobs == worker.outputs == 0, f"{worker.name} is owed something"
+                assert worker.queue == worker.jobs == worker.outputs == 0, f"{worker.name} still counts jobs or tokens"
 
     def _happen(self) -> None:
-        """The next event of the heap."""
+        """Process the next event of the heap."""
         self.now, _, number, version, landed = heapq.heappop(self._heap)
         if number < 0:
             self._changed(-number - 1)
@@ -210,7 +216,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------------- a request
 
     def _send(self, job: Played, request: Request) -> None:
-        """Who computes it and who answers, as `route.links.Links.route` does it."""
+        """Choose the prefill and the decode worker of a request, as `route.links.Links.route` does."""
         self._open[job.index] = job
         depths = self._caches.depths(request.blocks)
         here = self._candidates(self._answering, depths, job, request.cached)
@@ -244,8 +250,8 @@ class Simulation:
     def _candidates(
         self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
     ) -> list[tuple[Worker, Candidate]]:
-        """Those of a pool that are looked at, and what is known of each; first the one whose last job is the oldest.
-        everywhere: tokens of the prompt that all have; None: as the caches say."""
+        """The workers of a pool that are considered, each with its state; the one with the oldest last job comes first.
+        everywhere: tokens of the prompt that all workers have cached; None: according to the caches."""
         if len(pool) <= EVERYBODY:
             looked_at = sorted(pool, key=lambda worker: worker.given)
         else:
@@ -266,7 +272,7 @@ class Simulation:
         waits_s = max((each.queue for each in self._computing), default=0) * self._pace.token_s(self._model.steps)
         for worker in looked_at:
             bit, blocks = 1 << worker.index, 0
-            for depth in depths:  # each one's workers are among those before
+            for depth in depths:  # each entry's workers are a subset of the one before
                 if not depth.workers & bit:
                     break
                 blocks = depth.blocks
@@ -324,15 +330,15 @@ class Simulation:
     # ----------------------------------------------------------------------------------------------------------- roles
 
     def _pool(self) -> None:
-        """Who answers and who computes prompts for others; those that change their role, or end, get nothing new."""
-        if self._setting.counted is not None:  # one more or one less decides whether those that answer do both
+        """Update the decode and prefill pools; workers that switch roles or drain get no new jobs."""
+        if self._setting.counted is not None:  # with autoscaling, decode workers are "both" without prefill workers
             answers: Role = "decode" if any(worker.role == "prefill" for worker in self._serving) else "both"
             for worker in self._serving:
                 worker.role = worker.role if worker.role == "prefill" else answers
         there = [worker for worker in self._serving if worker.index not in self._until]
         self._answering = [worker for worker in there if worker.role != "prefill"]
         self._computing = [worker for worker in there if worker.role == "prefill"]
-        if not self._answering:  # as many as there are: somebody has to
+        if not self._answering:  # at least one worker has to decode: use those that switch roles, or else all
             self._answering = [worker for worker in self._serving if worker.role != "prefill"] or self._serving
         self._bits = {
             role: sum(1 << worker.index for worker in pool)
@@ -354,7 +360,7 @@ class Simulation:
         return len(self.workers) - len(self._off)
 
     def _look(self) -> None:
-        """Roles, and how many run, by what has come lately; what is under way ends where it is."""
+        """Choose roles and the number of workers by the recent requests; running requests stay at their workers."""
         setting = self._setting
         while self._recent and self._recent[0][0] < self.now - RECENT_S:
             self._recent.popleft()
@@ -387,14 +393,14 @@ class Simulation:
             self._count(setting.counted, traffic, fleet)
 
     def _under_way(self) -> list[Asked]:
-        """Of an answer that is written half is taken to be left."""
+        """Requests that have not ended, with what is left of them; of a running answer, half is assumed to be left."""
         return [
             Asked(job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of)
             for job in self._open.values()
         ]
 
     def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
-        """One worker is started, or one ends, where so many are to run (as `fleet/spares.py` does it)."""
+        """Start or stop one worker if the number that runs differs from the number wanted (as `fleet/spares.py`)."""
         limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)
@@ -428,7 +434,7 @@ class Simulation:
             self._is_over(worker)
 
     def _is_over(self, worker: Worker) -> None:
-        """One that is to run no more has ended what it had."""
+        """If `worker` drains and has no more jobs, stop it."""
         if worker.index in self._ending and not worker.jobs and not worker.queue:
             self._ending.discard(worker.index)
             self._off.add(worker.index)
@@ -448,7 +454,7 @@ class Simulation:
             surplus[worker.role] -= 1
             role = wanted.pop()
             if role != "prefill" and worker.role != "prefill":
-                worker.role = role  # it goes on as it is
+                worker.role = role  # between "decode" and "both" it need not drain
                 continue
             self._until[worker.index] = role
             event = (self.now + self._setting.flip_s, next(self._order), -worker.index - 1, 0, None)
@@ -458,7 +464,7 @@ class Simulation:
         self._pool()
 
     def _changed(self, index: int) -> None:
-        """A worker is in its new role, or has been started."""
+        """A worker has switched its role, or has been started."""
         started = index in self._starting
         self.workers[index].role = (self._starting if started else self._until).pop(index)
         self._pool()
@@ -469,21 +475,22 @@ class Simulation:
 def tried(
     traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], splits: Sequence[Roles]
 ) -> dict[Roles, float]:
-    """Of the requests of `traffic`, as they come twice, the share that is good with each split of workers. To each of
-    them they come at the same times.
+    """The share of requests that meet their SLO targets with each split of workers, when the requests of `traffic`
+    arrive twice. The arrival times are the same for each split.
 
-    A large fleet is played as TRIED_WORKERS, with as much less traffic. `tune.roles` predicts any split in a
-    millisecond, by formulas that do not know how well the router keeps prompts from answers; this takes some 50.
+    A larger fleet is simulated as TRIED_WORKERS workers, with proportionally less traffic. `tune.roles` predicts any
+    split in a millisecond, by formulas that do not know how well the router separates prefill from decode; this takes
+    about 50 ms.
 
-    Raises ValueError where nothing comes, or a split has nobody who answers.
+    Raises ValueError if there is no traffic, or a split has no worker that decodes.
     """
     if not traffic.rate or not traffic.requests:
-        raise ValueError("nothing comes")
+        raise ValueError("no traffic: the rate is 0 or there are no requests")
     found: dict[Roles, float] = {}
     played: dict[Roles, float] = {}
     for roles in splits:
         if not roles.decode + roles.both:
-            raise ValueError(f"nobody answers with {roles}")
+            raise ValueError(f"no worker decodes with {roles}")
         some = _smaller(roles)
         if some not in played:
             played[some] = _good(traffic, some.workers / roles.workers, model, targets, some)
@@ -492,7 +499,7 @@ def tried(
 
 
 def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[str, Targets], roles: Roles) -> float:
-    """Of such a part of what comes, the share that is good."""
+    """The share of requests that meet their SLO targets, with the fraction `part` of the traffic."""
     good: list[bool] = []
     for seed in itertools.count(1):
         simulation = Simulation(Setting(model, roles, targets))
@@ -505,10 +512,11 @@ def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[st
 
 
 def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[Request]:
-    """Of what is under way such a part, at once; then what came, in its order, by chance, so much less often. It comes
-    for longer where much is under way, or roles that end a backlog soonest would seem to be worth nothing."""
+    """The fraction `part` of the running requests, at time 0; then the recent requests in their order, with random
+    (Poisson) arrival times at `part` of their rate. A large backlog extends the replay, or else splits that clear the
+    backlog soonest would gain nothing."""
     behind_ms = 0.0
-    for each in traffic.under_way[:: max(1, round(1 / part))][:TRIED_MOST]:  # more than that is behind for long
+    for each in traffic.under_way[:: max(1, round(1 / part))][:TRIED_MOST]:  # more would be a backlog for long anyway
         behind_ms += model.steps.prompt_ms(each.cached, each.uncached, model.step_tokens)
         yield _request(0.0, each)
     draw, at_s, rate = random.Random(seed), 0.0, part * traffic.rate
@@ -520,7 +528,7 @@ def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, s
 
 
 def sent(way: Way, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-    """Who of `here` answers, and who of `there` computes the prompt; None: whoever answers."""
+    """The indexes of the decode worker in `here`, and of the prefill worker in `there`; None: the decode worker."""
     match way:
         case "predicted":
             return apart(here, there)
@@ -534,7 +542,7 @@ def sent(way: Way, here: Sequence[Predicted], there: Sequence[Predicted]) -> tup
 
 
 def _of_prompt(cached: int, uncached: int) -> Work:
-    """What the steps of a prompt compute."""
+    """The work of a prompt's steps."""
     return Work(prompt=uncached, pairs=pairs_of(cached, uncached), expanded=expanded_of(cached, uncached))
 
 
@@ -544,7 +552,7 @@ def _request(at_s: float, asked: Asked) -> Request:
 
 
 def _smaller(roles: Roles) -> Roles:
-    """The same split of TRIED_WORKERS at most."""
+    """The split scaled down to at most TRIED_WORKERS workers."""
     if roles.workers <= TRIED_WORKERS:
         return roles
     if not roles.prefill:
@@ -554,6 +562,6 @@ def _smaller(roles: Roles) -> Roles:
 
 
 def _each(roles: Roles) -> list[Role]:
-    """The role of each worker."""
+    """One role per worker."""
     named: tuple[Role, Role, Role] = ("prefill", "decode", "both")
     return [role for role, count in zip(named, roles, strict=True) for _ in range(count)]

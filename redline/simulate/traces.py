@@ -1,12 +1,12 @@
-"""Requests by time: Mooncake's traces, and made ones of phases that differ, by a seed.
+"""Traces of requests: Mooncake's, and synthetic ones with phases of different kinds, generated from a seed.
 
-A trace is JSONL, a request on each line, as Mooncake published its own:
+A trace is JSONL, one request per line, in the format that Mooncake published:
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 2353, ...]}
 
-`timestamp` is milliseconds since the trace began; `hash_ids` name the prompt's blocks of 512 tokens, the last perhaps
-not full: equal names mean equal tokens from the prompt's beginning to the block's end. Our own field `class`, which may
-be left out, names the targets that the request is held to.
+`timestamp` is milliseconds since the trace began; `hash_ids` are the ids of the prompt's blocks of 512 tokens, the last
+of which may be partial: equal ids mean equal tokens from the prompt's beginning to the block's end. The optional field
+`class` is our extension: the class of SLO targets of the request.
 """
 
 import heapq
@@ -26,9 +26,9 @@ BLOCK_TOKENS = 512
 
 
 class Request(NamedTuple):
-    """at_s: when it comes. prompt, output: tokens. blocks: names of the prompt's blocks. of: its class.
+    """at_s: arrival time. prompt, output: tokens. blocks: ids of the prompt's blocks. of: its class.
 
-    cached: tokens of the prompt that whoever computes it has; None: by its blocks, those that this worker has.
+    cached: tokens of the prompt that are cached at every worker; None: as many as the worker's cached blocks give.
     """
 
     at_s: float
@@ -48,7 +48,7 @@ class _Line(Record, frozen=True, forbid_unknown_fields=False, rename={"of": "cla
 
 
 def read(path: Path) -> list[Request]:
-    """The requests of a trace, by time. Raises ConfigError with the file, the line and what is wrong there."""
+    """The requests of a trace, sorted by time. Raises ConfigError with the file, the line and the problem."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -61,14 +61,14 @@ def read(path: Path) -> list[Request]:
         try:
             line = decoder.decode(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}, line {number}: is no request of a trace: {error}") from None
+            raise ConfigError(f"{path}, line {number}: not a request of a trace: {error}") from None
         if problem := _problem(line):
             raise ConfigError(f"{path}, line {number}: {problem}")
         found.append(
             Request(line.timestamp / 1e3, line.input_length, max(1, line.output_length), line.hash_ids, line.of)
         )
     if not found:
-        raise ConfigError(f"{path}: has no request")
+        raise ConfigError(f"{path}: contains no requests")
     found.sort(key=lambda request: request.at_s)
     return found
 
@@ -89,7 +89,7 @@ def _problem(line: _Line) -> str:
 
 
 def write(path: Path, requests: Iterator[Request]) -> int:
-    """Writes a trace; how many requests it has. Raises OSError where the file cannot be written."""
+    """Write a trace. Returns the number of requests. Raises OSError if the file cannot be written."""
     count = 0
     with path.open("w") as file:
         for count, request in enumerate(requests, 1):  # noqa: B007
@@ -103,15 +103,16 @@ def write(path: Path, requests: Iterator[Request]) -> int:
     return count
 
 
-# --------------------------------------------------------------------------------------------------------- made traces
+# ---------------------------------------------------------------------------------------------------- synthetic traces
 
 
 class Kind(Record, frozen=True):
-    """What users of one kind ask: sessions of some turns, each turn's prompt all that was said and something new.
+    """The requests of one kind of user: sessions of several turns. A turn's prompt is the conversation so far plus new
+    tokens.
 
-    shared: tokens that all its sessions begin with. first, more: new tokens of the first turn and of each later one, at
-    the median; answer: of its answer. spread: of all three, the deviation of their logarithms. turns: the mean, of a
-    geometric distribution. pause_s: between an answer, taken to have come at once, and the next turn: the mean.
+    shared: tokens that all sessions begin with. first, more: median of the new tokens of the first turn and of each
+    later turn; answer: median of the answer's tokens. spread: standard deviation of the logarithms of all three. turns:
+    mean of a geometric distribution. pause_s: mean time between an answer, assumed to be instant, and the next turn.
     """
 
     name: str
@@ -129,11 +130,11 @@ DOCUMENTS = Kind(name="documents", shared=512, first=24_000, more=300, answer=25
 AGENTS = Kind(name="agents", shared=8192, first=6_000, more=1_500, answer=300, turns=14.0, pause_s=8.0, spread=0.8)
 KINDS = {kind.name: kind for kind in (CHAT, DOCUMENTS, AGENTS)}
 MOST_PROMPT = 120_000
-LEAD = 2  # times the mean length of a session: who began longer ago is hardly there any more
+LEAD = 2  # times the mean length of a session: start before the trace; earlier sessions have almost all ended by then
 
 
 class Phase(NamedTuple):
-    """For so many seconds requests of one kind come, so many a second on the mean."""
+    """For `seconds` seconds, requests of one kind arrive at a mean rate of `rate` per second."""
 
     kind: Kind
     seconds: float
@@ -141,10 +142,11 @@ class Phase(NamedTuple):
 
 
 def made(phases: Sequence[Phase], seed: int = 0) -> Iterator[Request]:
-    """Requests of phases one after another, by time, made as they are asked for. The same seed gives the same ones.
+    """Requests of consecutive phases, sorted by time, generated lazily. The same seed gives the same requests.
 
-    Sessions begin at random (Poisson), as many as give the phase's rate; those of the first phase began before the
-    trace, too. They go on into the next phase: one kind fades out while the other begins. The trace's end ends all.
+    Sessions begin as a Poisson process with the rate that gives the phase's request rate; sessions of the first phase
+    also begin before the trace. Sessions continue into the next phase, so that one kind fades out while the next
+    begins. All end with the trace.
     """
     draw, names, order = random.Random(seed), itertools.count(1), itertools.count()
     kinds = {phase.kind.name: phase.kind for phase in phases}
@@ -178,10 +180,10 @@ def _session(
         prompt += new
         if prompt > MOST_PROMPT:
             return
-        whole = prompt // BLOCK_TOKENS  # the last block, where it is not full, is named by no other prompt
+        whole = prompt // BLOCK_TOKENS  # a partial last block gets no id, as no other prompt can share it
         blocks += itertools.islice(names, whole - len(blocks))
         answer = length(kind.answer)
-        # To the millisecond, as a trace is kept: whatever plays it again decides alike.
+        # Rounded to milliseconds as in a trace file, so that a replay of the file gives the same decisions.
         yield Request(round(at, 3), prompt, answer, tuple(blocks), kind.name)
         if draw.random() < 1 / kind.turns:
             return

@@ -1,7 +1,7 @@
-"""The process in which roles are tried: playing some hundred requests takes a second, in which a server's streams would
-wait for the interpreter.
+"""The process that simulates roles: a simulation of some hundred requests takes a second, during which it would block
+the streams of the server process (GIL).
 
-Standard input has a `Trial`, standard output the shares of requests that are good, one for each split; both msgpack.
+Reads a `Trial` from standard input, and writes the attainment of each split to standard output; both in msgpack.
 """
 
 import os
@@ -14,11 +14,11 @@ from redline.tune.expected import Roles, Traffic, WorkerModel
 from redline.tune.targets import Targets
 from redline.wire.base import Record
 
-NICE = 10  # whoever serves goes first
+NICE = 10  # lower priority than the serving processes
 
 
 class Trial(Record, frozen=True):
-    """What is to be tried; the fields as `simulate.fleet.tried` has them."""
+    """The input of a simulation; the fields are the arguments of `simulate.fleet.tried`."""
 
     traffic: Traffic
     model: WorkerModel
@@ -27,7 +27,7 @@ class Trial(Record, frozen=True):
 
 
 def main() -> None:
-    """Try what standard input has."""
+    """Simulate the `Trial` on standard input."""
     os.nice(NICE)
     trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Trial)
     shares = tried(trial.traffic, trial.model, trial.targets, trial.splits)

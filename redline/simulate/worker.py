@@ -1,14 +1,14 @@
-"""A played worker: prompts in chunks, answers a token a step, by the planner's rules and the step model's times.
+"""A simulated worker: chunked prefill and one decode token per step, by the scheduler's rules and a step time model.
 
-No step is played by itself. Until something happens (a prompt is whole, an answer ends, a job comes) all steps hold the
-same, and each takes longer than the one before by the same: m of them take  m x first + growth x m (m - 1) / 2.  Who
-comes meanwhile waits for the step in flight, as in the worker's loop.
+Steps are not simulated one by one. Between two events (a prefill completes, an answer ends, a job arrives) all steps
+have the same batch, and each takes longer than the one before by a constant: m steps take
+m x first + growth x m (m - 1) / 2.  A job that arrives waits for the step in flight, as in the worker's loop.
 
-As in `plan/planner.py` every step has a row of each running answer; of what is left of its budget half goes to prompts
-with less to compute than the oldest, who may not pass it by more than it has to compute itself, and the rest to the
-oldest first; where a step's time is bounded, `tune/chunks.py` says how much prompts get beside answers. A job begins
-where there is a slot and room. What is not played: pages that run out within an answer (room
-for all of it is taken at once, so nobody is thrown out), and drafts but for `tokens_per_step`.
+As in `plan/planner.py` every step has a decode row of each running answer. Of the rest of its token budget, half goes
+to prompts with less left to compute than the oldest, which together may overtake it by at most its own work; the other
+half goes to the oldest first. If a step's time is bounded (`step_ms`), `tune/chunks.py` chooses the prefill budget of
+mixed steps. A job begins when a slot and KV memory are free. Not simulated: preemption because pages run out (memory
+for a whole answer is reserved at once), and draft tokens except through `tokens_per_step`.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from redline.tune.expected import WorkerModel
 from redline.tune.pairs import Work
 from redline.wire.news import Role
 
-ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded
-GAPS = 50  # classes of gaps between two tokens, for each factor of e: 2 % wide
+ALIKE = 4  # maximum of steps that are treated as equal if their time is bounded
+GAPS = 50  # histogram bins of inter-token gaps per factor of e: 2 % wide
 
 
 class Played:
-    """One request on its way. Times are seconds of the simulation; -1: not yet."""
+    """One request in the simulation. Times are in simulated seconds; -1: not yet."""
 
     __slots__ = (
         "answerer", "cached", "came", "computer", "first", "index", "of", "output", "passed", "placed", "prompt",
@@ -34,31 +34,32 @@ class Played:
     )  # fmt: skip
 
     def __init__(self, index: int, came: float, prompt: int, output: int, of: str, ttft_s: float = math.inf) -> None:
-        """ttft_s: within which its first token was promised."""
+        """ttft_s: its target for the time to the first token."""
         self.index = index
         self.came = came
         self.prompt = prompt
         self.output = output
         self.of = of
-        self.cached = 0  # tokens of the prompt, where it is computed
-        self.work = prompt  # tokens of it that are to be computed
-        self.remaining = prompt  # of these
-        self.passed = 0  # tokens of others that were computed before it out of turn
-        self.placed = False  # it has a slot and room
-        self.computer: Worker | None = None  # who computes its prompt
-        self.answerer: Worker | None = None
-        self.first = -1.0
+        self.cached = 0  # prompt tokens cached at the worker that computes the prompt
+        self.work = prompt  # prompt tokens to compute
+        self.remaining = prompt  # prompt tokens that are still to be computed
+        self.passed = 0  # tokens of later prompts that overtook it
+        self.placed = False  # it has a slot and KV memory
+        self.computer: Worker | None = None  # its prefill worker
+        self.answerer: Worker | None = None  # its decode worker
+        self.first = -1.0  # time of its first token
         self.ttft_s = ttft_s
-        self.slow = 0  # of the steps of its answer, those that took longer than it is asked about
+        self.slow = 0  # number of its decode steps that took longer than the worker's `slow_s`
 
     @property
     def travels(self) -> bool:
-        """Whether its prompt is computed by another than who answers."""
+        """Whether prefill and decode are on different workers, with a KV transfer between them."""
         return self.computer is not self.answerer
 
 
 class Worker:
-    """One worker. wake: when it is to be looked at again; infinite: once something comes. `version` changes with it."""
+    """One worker. wake: time of its next event; infinite: it is idle until a job arrives. version: changes with
+    `wake`."""
 
     __slots__ = (
         "_began", "_context", "_ends", "_first_ms", "_growth_ms", "_held", "_landed", "_parts", "_prompts",
@@ -70,54 +71,55 @@ class Worker:
     def __init__(
         self, index: int, model: WorkerModel, role: Role, gaps: Counter[int], slow_s: float = math.inf
     ) -> None:
-        """gaps: where milliseconds between tokens are counted, by class (`gap_ms`); of all workers. slow_s: steps that
-        take longer are counted for each answer."""
+        """gaps: histogram of inter-token gaps, by bin (`gap_ms`), shared by all workers. slow_s: steps that take longer
+        are counted for each answer."""
         self.index = index
         self.name = f"worker-{index}"
         self.role: Role = role
         self.wake: float = math.inf
         self.version = 0
-        # What routing knows of it.
-        self.queue = 0  # prompt tokens that it has been sent and that are not computed
-        self.jobs = 0  # whose answers it gives
-        self.awaited = 0  # of these, whose prompts others compute
-        self.given = 0  # which of all jobs it was sent last
-        self.outputs = 0  # tokens that its answers will have come to
+        # State that the router sees.
+        self.queue = 0  # prompt tokens that were sent to it and are not computed yet
+        self.jobs = 0  # jobs that it decodes, or will decode
+        self.awaited = 0  # those of `jobs` with a prefill on another worker that is not done yet
+        self.given = 0  # sequence number of the last job that it was sent
+        self.outputs = 0  # total tokens of the answers of its jobs
         # For figures.
         self.busy_s: float = 0.0
         self.computed = 0  # prompt tokens
         self.gaps = gaps
-        self.rows = 0  # that decode
+        self.rows = 0  # decode rows
         self.model = model
         self._slots = 0  # in use
-        self._held = 0  # tokens of those who have a slot, their answers included
+        self._held = 0  # tokens reserved for jobs with a slot, including their answers
         self._context = 0.0  # tokens that all rows attend to
         self._steps_done = self._slow_done = 0
         self._slow_s = slow_s
-        self._ends: list[tuple[int, int, Played, int]] = []  # (its last step, index, who, the step it began with)
-        self._landed: deque[Played] = deque()
-        self._prompts: deque[Played] = deque()  # in the order of arrival; those that are whole are skipped
-        self._short: list[tuple[int, int, Played]] = []  # the same, by what they have to compute
-        # What runs: `_steps` steps from `_began` on.
+        self._ends: list[tuple[int, int, Played, int]] = []  # (its last step, index, the job, its first step)
+        self._landed: deque[Played] = deque()  # jobs that arrived by KV transfer and wait for a slot
+        self._prompts: deque[Played] = deque()  # in the order of arrival; completed ones are skipped
+        self._short: list[tuple[int, int, Played]] = []  # the same prompts as a heap, by tokens left to compute
+        # The current run: `_steps` equal steps from `_began` on.
         self._began = 0.0
         self._steps = 0
         self._first_ms = self._growth_ms = self._saved_ms = 0.0
         self._parts: list[tuple[Played, int]] = []  # prompts, and tokens of each in every step
-        self._quick: list[Played] = []  # of these, those that were taken out of `_short`
+        self._quick: list[Played] = []  # prompts of `_parts` that were taken out of `_short`
 
     def compute(self, job: Played, now: float) -> None:
-        """A prompt has come."""
+        """A prompt has arrived for prefill."""
         self._prompts.append(job)
         heappush(self._short, (job.work, job.index, job))
         self._interrupt(now)
 
     def land(self, job: Played, now: float) -> None:
-        """A prompt that was computed elsewhere has come, with its first token."""
+        """The KV transfer of a prompt that another worker computed has arrived, with its first token."""
         self._landed.append(job)
         self._interrupt(now)
 
     def advance(self) -> tuple[list[Played], list[Played]]:
-        """What ran until `wake` is done: (prompts that are whole, answers that have ended). The next steps begin."""
+        """Complete the steps that ran until `wake`, and begin the next ones. Returns (jobs with a completed prefill,
+        jobs with a completed answer)."""
         now, steps, rows = self.wake, self._steps, self.rows
         took_s = now - self._began
         self.busy_s += took_s
@@ -158,14 +160,14 @@ class Worker:
 
     @property
     def plain(self) -> tuple[Work, float, float] | None:
-        """What runs, where it has no prompt: what a step computes, its seconds, and its tokens."""
+        """For a run of decode-only steps: the work, the seconds and the tokens of a step; else None."""
         if self._parts or not self.rows:
             return None
         seconds, tokens = (self.wake - self._began) / self._steps, self.rows * self.model.tokens_per_step
         return Work(rows=self.rows, context=self._context), seconds, tokens
 
     def check(self) -> None:
-        """Raises AssertionError unless slots and room are those of who is here; and, where nobody is, all of them."""
+        """Raises AssertionError unless slots and reserved tokens match the jobs, and are all free when it is idle."""
         assert 0 <= self._slots <= self.model.slots, f"{self._slots} of {self.model.slots} slots are in use"
         assert len(self._ends) == self.rows, "answers and rows differ"
         waiting = any(job.remaining for job in self._prompts)
@@ -195,7 +197,7 @@ class Worker:
         job.placed = False
 
     def _interrupt(self, now: float) -> None:
-        """What has come is looked at after the step in flight."""
+        """A job has arrived: end the current run of steps after the step in flight."""
         if self.wake == math.inf:
             self._plan(now)
             return
@@ -211,7 +213,7 @@ class Worker:
             self._wake()
 
     def _plan(self, now: float) -> None:
-        """The next steps, all alike."""
+        """Plan the next run of equal steps."""
         model, steps = self.model, self.model.steps
         landed = self._landed
         while landed and self._place(landed[0], landed[0].prompt + landed[0].output):
@@ -239,7 +241,7 @@ class Worker:
             return
         self._saved_ms = 0.0
         for job, chunk in self._parts:
-            missing = chunk * count - job.remaining  # its last chunk is shorter
+            missing = chunk * count - job.remaining  # tokens by which its last chunk is shorter
             if missing > 0:
                 self._saved_ms += missing * (steps.prompt + steps.pair * job.prompt + steps.expand)
         self._first_ms = (
@@ -255,7 +257,7 @@ class Worker:
         self._wake()
 
     def _bounded(self, most: int, now: float) -> int:
-        """Tokens of prompts in a step, as `plan/beside.py` chooses them."""
+        """Prefill token budget of a step, chosen as in `plan/beside.py`."""
         step_ms = self.model.step_ms
         prompts = list(itertools.islice((job for job in self._prompts if job.remaining), LOOKED_AT))
         if step_ms is None or not self.rows or not prompts:
@@ -273,7 +275,7 @@ class Worker:
         self.version += 1
 
     def _share(self, budget: int) -> None:
-        """Who of the prompts gets how much of each step."""
+        """Divide the prefill budget of each step among the prompts."""
         prompts, short, parts = self._prompts, self._short, self._parts
         while prompts and not prompts[0].remaining:
             prompts.popleft()
@@ -283,7 +285,7 @@ class Worker:
         half, left = budget // 2, budget
         while half:
             while short and (not short[0][2].remaining or short[0][0] != short[0][2].remaining):
-                heappop(short)  # it is whole, or was pushed anew
+                heappop(short)  # a stale entry: its prefill is complete, or it was pushed again
             if not short or short[0][2] is oldest:
                 break
             job = short[0][2]
@@ -312,5 +314,5 @@ class Worker:
 
 
 def gap_ms(kind: int) -> float:
-    """Milliseconds of a class of gaps."""
+    """The milliseconds at the middle of a histogram bin of gaps."""
     return math.exp((kind + 0.5) / GAPS)

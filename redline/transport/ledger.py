@@ -22,7 +22,7 @@ EPOCH_BITS = 62  # size of a random first epoch, so that the epochs that follow 
 
 
 @dataclass(frozen=True)
-class Parcel:
+class KvChunk:
     """A space that is lent. id: unique among the parcels lent at one time. epoch: never used for another parcel.
 
     deadline: end of the lease by the lender's clock, in seconds.
@@ -48,12 +48,12 @@ class Parcel:
 
 @dataclass
 class _Lent:
-    parcel: Parcel
+    parcel: KvChunk
     filled: bool = False
     lost: bool = False  # its lease expired, or its reader went down, while it was being filled
 
 
-class Lender:
+class TransferBufferPool:
     """Allocator of the leases on one area. One thread at a time may use it.
 
     A space that its owner is still filling is not freed before the owner calls `offer` or `drop`, even if its reader is
@@ -82,11 +82,11 @@ class Lender:
         return sum(end - first for first, end in self._free)
 
     @property
-    def lent(self) -> tuple[Parcel, ...]:
+    def lent(self) -> tuple[KvChunk, ...]:
         """All parcels that still occupy space."""
         return tuple(lent.parcel for lent in self._lent.values())
 
-    def lend(self, size: int, to: str, seconds: float) -> Parcel | None:
+    def lend(self, size: int, to: str, seconds: float) -> KvChunk | None:
         """Lends the first free space of at least `size` bytes to the reader `to` for `seconds`; None: no room now.
 
         Raises ValueError for a size that never fits into the area.
@@ -103,12 +103,12 @@ class Lender:
             name = self._ids.pop()
         else:
             name, self._next_id = self._next_id, self._next_id + 1
-        parcel = Parcel(name, self._epoch, to, first, size, self._clock() + seconds)
+        parcel = KvChunk(name, self._epoch, to, first, size, self._clock() + seconds)
         self._epoch += 1
         self._lent[name] = _Lent(parcel)
         return parcel
 
-    def offer(self, parcel: Parcel, checksum: int) -> Ticket | None:
+    def offer(self, parcel: KvChunk, checksum: int) -> Ticket | None:
         """Marks a parcel as filled: its owner has stopped writing. If its reader is down or its lease has expired,
         frees the space and returns None.
 
@@ -121,7 +121,7 @@ class Lender:
             return None
         return Ticket(id=parcel.id, epoch=parcel.epoch, offset=parcel.offset, size=parcel.size, checksum=checksum)
 
-    def drop(self, parcel: Parcel) -> None:
+    def drop(self, parcel: KvChunk) -> None:
         """Frees a parcel that will not be offered; its owner has stopped writing. Raises KeyError for a parcel that is
         not being filled."""
         self._filling(parcel)
@@ -138,12 +138,12 @@ class Lender:
         self._return(lent.parcel)
         return True
 
-    def give_up(self, to: str) -> list[Parcel]:
+    def give_up(self, to: str) -> list[KvChunk]:
         """Ends the leases of a reader that is down. -> its parcels; a parcel that is being filled is freed when its
         owner stops filling it."""
         return self._lose(lent for lent in self._lent.values() if lent.parcel.to == to)
 
-    def expire(self, now: float) -> list[Parcel]:
+    def expire(self, now: float) -> list[KvChunk]:
         """Ends the leases that have expired. -> their parcels; a parcel that is being filled is freed when its
         owner stops filling it."""
         return self._lose(lent for lent in self._lent.values() if lent.parcel.deadline <= now)
@@ -166,13 +166,13 @@ class Lender:
         assert all(one.parcel.id == id for id, one in self._lent.items()), "a parcel is stored under a wrong id"
         assert not any(one.filled and one.lost for one in self._lent.values()), "a lost parcel is kept"
 
-    def _filling(self, parcel: Parcel) -> _Lent:
+    def _filling(self, parcel: KvChunk) -> _Lent:
         lent = self._lent.get(parcel.id)
         if lent is None or lent.parcel != parcel or lent.filled:
             raise KeyError(f"parcel {parcel.id} of epoch {parcel.epoch} is not being filled")
         return lent
 
-    def _lose(self, found: Iterable[_Lent]) -> list[Parcel]:
+    def _lose(self, found: Iterable[_Lent]) -> list[KvChunk]:
         lost = [lent for lent in found if not lent.lost]
         for lent in lost:
             lent.lost = True
@@ -180,7 +180,7 @@ class Lender:
                 self._return(lent.parcel)
         return [lent.parcel for lent in lost]
 
-    def _return(self, parcel: Parcel) -> None:
+    def _return(self, parcel: KvChunk) -> None:
         del self._lent[parcel.id]
         self._ids.append(parcel.id)
         first, end = parcel.offset, parcel.offset + parcel.space

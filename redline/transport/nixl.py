@@ -2,7 +2,7 @@
 and to host or GPU memory.
 
 Neither NIXL's release of a transfer nor the removal of a remote agent ends a read: over TCP, the bytes of a peer that
-was paused arrived in the buffer after both (docs/transport.md). Only destroying the local agent that started the read
+was paused arrived in the buffer after both (docs/kv_transfer.md). Only destroying the local agent that started the read
 ends it for certain. So every peer has a local agent of its own here, and a read that can neither complete nor be
 cancelled fails its peer. A copy that is already queued on a GPU continues without an agent: the owner of the GPU memory
 passes a function that waits for it (`settle`).

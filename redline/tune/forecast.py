@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 
 from redline.tune.pairs import Work
-from redline.tune.steps import StepFit, StepModel
+from redline.tune.steps import StepModel, StepTimeFit
 
 LEAST = 2  # steps of each kind, with prompts and without, before predictions start
 NEW_STEPS = 256  # steps with prompts between two fits, once there were that many
@@ -23,7 +23,7 @@ class StepForecast:
 
     def __init__(self, experts_of: int = 0, experts_chosen: int = 0) -> None:
         """experts_of, experts_chosen: as in `StepModel`."""
-        self._fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
+        self._fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
         self._model: StepModel | None = None
         self._beside: deque[tuple[Work, float]] = deque(maxlen=NEWEST)  # (work, milliseconds) of the newest mixed steps
         self._pace: float | None = 1.0  # None: to be recomputed

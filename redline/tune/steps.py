@@ -4,11 +4,12 @@
               + prompt x prompt tokens + pair x (prompt tokens x positions that each attends to)
               + expand x positions whose keys and values are expanded for these tokens
 
-`StepModel` is the sum. `StepFit` finds its coefficients: none is negative, errors are relative, and outliers get little
-weight. It keeps a window of each kind of step, so that hours of decoding do not displace what was learnt about prompts.
+`StepModel` is the sum. `StepTimeFit` finds its coefficients: none is negative, errors are relative, and outliers get
+little weight. It keeps a window of each kind of step, so that hours of decoding do not displace what was learnt about
+prompts.
 A fit predicts the typical time of a step; `on_the_mean` turns it into the mean time, which is higher if some steps take
-much longer. `StepSums` finds both at once from exponentially fading sums, for callers that need a model at every
-request: a fit takes milliseconds, `StepSums` tenths of one.
+much longer. `StepTimeStats` finds both at once from exponentially fading sums, for callers that need a model at every
+request: a fit takes milliseconds, `StepTimeStats` tenths of one.
 """
 
 import math
@@ -98,7 +99,7 @@ class StepModel(Record, frozen=True):
         return steps * (self.base + beside) + self.experts * shares + own
 
 
-class StepFit:
+class StepTimeFit:
     """Fits the coefficients to (work, milliseconds) of steps. `add` is cheap; `model` takes milliseconds.
 
     prior: the coefficients before any measurement; those that no step determines keep its values.
@@ -173,7 +174,7 @@ def _solved(a: _Array, b: _Array, pull: _Array, before: _Array) -> _Array:
     return _not_negative(a / np.outer(scale, scale) + np.diag(pull), b / scale + pull * before * scale) / scale
 
 
-class StepSums:
+class StepTimeStats:
     """A `StepModel` of the recent mean step time, from fading sums over steps with prompts and over steps without."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.steps import StepFit, StepModel
+from redline.tune.steps import StepModel, StepTimeFit
 
 READINGS = 24  # newest reads kept of each tier
 FADES = 0.85  # factor of a read's weight for each newer read of the same tier
@@ -77,7 +77,7 @@ class PrefillTimes:
 
     def __init__(self, experts_of: int = 0, experts_chosen: int = 0) -> None:
         """experts_of, experts_chosen: as in `StepModel`: a few tokens after a long prefix read fewer experts."""
-        self._fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
+        self._fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
         self._model = StepModel(base=0.0)
         self._newest: deque[tuple[Work, float]] = deque(maxlen=NEWEST)  # (work, milliseconds)
         # of these steps, the newest first: logarithms of prompt tokens, and of measured / fitted time

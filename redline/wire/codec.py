@@ -3,19 +3,29 @@
 import msgspec
 
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
+from redline.wire.handoff import (
+    ChunkAck,
+    ChunkReady,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PullRequest,
+    Queued,
+    WorkerDown,
+)
 from redline.wire.job import Abort, Job
 from redline.wire.machines import Listening, Machine, Orders, Refused
-from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Recall, RoleTaken, Stop, TakeRole
+from redline.wire.news import Cached, Failed, Heartbeat, Load, Missed, Ping, Ready, Recall, RoleTaken, Stop, TakeRole
 from redline.wire.profile import Profile, Profiled
 from redline.wire.ranks import Export, Grow, Scatter
 from redline.wire.replicas import Ask, Drain, Replicas, Roster, Told, Use
 from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step
 
 Wire = (
-    Job | Abort | Step | Delta | Ready | Failed | Beat | Knock | Missed | Load | Stop | Place | RecordMore | Hurry
+    Job | Abort | Step | Delta | Ready | Failed | Heartbeat | Ping | Missed | Load | Stop | Place | RecordMore | Hurry
     | Compile | Forget | Export | Grow | Scatter
-    | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
+    | Cached | Recall | Prefill | Queued
+    | PrefillStarted | PullRequest | ChunkReady | ChunkAck | PrefillDone | WorkerDown
     | TakeRole | RoleTaken
     | Listening | Machine | Orders | Refused
     | Replicas | Roster | Use | Ask | Told | Drain

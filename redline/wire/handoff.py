@@ -35,13 +35,13 @@ class Queued(Message, frozen=True):
     job: JobId
 
 
-class Begun(Message, frozen=True):
+class PrefillStarted(Message, frozen=True):
     """Prefill of a job has started. Sent once at the start, then periodically until the prompt is handed over."""
 
     job: JobId
 
 
-class Want(Message, frozen=True):
+class PullRequest(Message, frozen=True):
     """Request for the KV pages of a job from position `first` on, which is a page boundary; the decode worker has
     the pages before it."""
 
@@ -58,7 +58,7 @@ class Piece(Record, frozen=True):
     draft: tuple[int, int] = (0, 0)  # places of the drafter's rows, [first, end); only with the last layers
 
 
-class Offer(Message, frozen=True):
+class ChunkReady(Message, frozen=True):
     """A parcel of a job is ready. It may be read until its lease expires; the decode worker waits no longer than
     that."""
 
@@ -68,14 +68,14 @@ class Offer(Message, frozen=True):
     ticket: Ticket  # location and checksum of the parcel
 
 
-class Taken(Message, frozen=True):
+class ChunkAck(Message, frozen=True):
     """The parcel was read and its checksum verified, or it is no longer wanted: its buffer may be reused."""
 
     id: int
     epoch: int
 
 
-class Handed(Message, frozen=True):
+class PrefillDone(Message, frozen=True):
     """Prefill is complete, and all parcels were offered. With `error`, the prompt could not be computed."""
 
     job: JobId
@@ -91,7 +91,7 @@ class Handed(Message, frozen=True):
     error: str | None = None
 
 
-class Gone(Message, frozen=True):
+class WorkerDown(Message, frozen=True):
     """A worker is down: one start of it (`epoch`) has ended or sends no heartbeats. Stop waiting for its messages."""
 
     worker: str

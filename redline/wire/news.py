@@ -48,14 +48,14 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """Heartbeat of a worker: sent four times a second once the model is loaded, with or without running jobs."""
 
     turn_s: float = 0.0  # seconds since the loop started its current step; 0 while it waits for jobs
     knock: int = 0  # number of the newest ping that has reached the loop
 
 
-class Knock(Message, frozen=True):
+class Ping(Message, frozen=True):
     """Ping, sent to a worker periodically while it has jobs. Its next heartbeat contains the number; and the loop
     sends the ping back among its other messages, so that a loss of earlier messages is detected."""
 

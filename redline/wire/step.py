@@ -54,7 +54,7 @@ class Shape(Record, frozen=True):
     longest: int  # maximum context of a row, in tokens
 
 
-class Recorded(Record, frozen=True):
+class CapturedShapes(Record, frozen=True):
     """The CUDA graphs that one rank has captured so far."""
 
     rank: int = 0

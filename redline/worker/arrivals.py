@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from redline import clock
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.transport.base import Peer, Reading, TransferFailed, Transport
-from redline.transport.ledger import Lender, Parcel
-from redline.wire.handoff import Offer
+from redline.transport.ledger import KvChunk, TransferBufferPool
+from redline.wire.handoff import ChunkReady
 from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
 LOOK_S = 0.00002  # polling interval, in seconds, of transfers in progress
@@ -90,19 +90,19 @@ class Arrival(Generic[Of]):
     """A chunk that is being read or checksummed."""
 
     of: Of
-    offer: Offer
-    space: Parcel
+    offer: ChunkReady
+    space: KvChunk
     peer: Peer
     reading: Reading
     summed: Summed | None = None  # its checksum; None: the read is not complete
 
 
-class Arrivals(Generic[Of]):
+class KvReceiver(Generic[Of]):
     """The receive buffer of a worker and the transfers into it. Only the loop's thread may use it."""
 
     def __init__(
         self,
-        parcels: Parcels,
+        parcels: KvChunkLayout,
         transport: Transport,
         memory: ParcelMemory,
         budget: Budget,
@@ -115,15 +115,15 @@ class Arrivals(Generic[Of]):
         self._landing = memory.make(memory.sizes.landing)
         self._landing_B = memory.tensor(self._landing)
         self._told = transport.landing(self._landing)
-        self._lender = Lender(memory.sizes.landing, clock)
-        self._placing: deque[tuple[Parcel, Ended]] = deque()  # verified, and being scattered into pages
+        self._lender = TransferBufferPool(memory.sizes.landing, clock)
+        self._placing: deque[tuple[KvChunk, Ended]] = deque()  # verified, and being scattered into pages
 
     @property
     def sizes(self) -> list[int]:
         """Bytes of each chunk in progress."""
         return [arrival.offer.ticket.size for arrival in self.under_way]
 
-    def read(self, of: Of, offer: Offer, peer: Peer) -> bool:
+    def read(self, of: Of, offer: ChunkReady, peer: Peer) -> bool:
         """Begins to read a chunk; False if there is no room or no time for it in this iteration.
 
         Raises TransferFailed if it cannot be read.
@@ -186,7 +186,7 @@ class Arrivals(Generic[Of]):
         clock.sleep(LOOK_S)
         self.budget.charge(clock.perf_counter() - began)
 
-    def cancel(self, of: Of) -> list[Offer]:
+    def cancel(self, of: Of) -> list[ChunkReady]:
         """Cancels all reads for an owner: returns once none of its chunks can arrive any more. -> their offers."""
         cancelled = [arrival for arrival in self.under_way if arrival.of is of]
         for arrival in cancelled:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from redline import clock
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.transport.base import Transport
-from redline.transport.ledger import Lender, Parcel
+from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.wire.handoff import Piece
 from redline.wire.parcel import Ticket
 from redline.worker.parcel_memory import ParcelMemory, Summed
@@ -26,19 +26,19 @@ Of = TypeVar("Of")  # the owner of a chunk
 class _Filling(NamedTuple, Generic[Of]):
     of: Of
     piece: Piece
-    parcel: Parcel
+    parcel: KvChunk
     summed: Summed
 
 
-class Departures(Generic[Of]):
+class KvSender(Generic[Of]):
     """The send buffer of a worker, from which other workers read KV chunks. Only the loop's thread may use it."""
 
     def __init__(
-        self, parcels: Parcels, transport: Transport, memory: ParcelMemory, size: int, clock: Callable[[], float]
+        self, parcels: KvChunkLayout, transport: Transport, memory: ParcelMemory, size: int, clock: Callable[[], float]
     ) -> None:
         """size: bytes of the area. Raises ConfigError if there is no room for it."""
         self.area = transport.area(size)
-        self.lender = Lender(size, clock)
+        self.lender = TransferBufferPool(size, clock)
         self.space_B = memory.tensor(self.area.memory)
         self._parcels, self._memory = parcels, memory
         self._filling: deque[_Filling[Of]] = deque()

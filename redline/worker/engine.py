@@ -50,11 +50,11 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
-from redline.worker.exchange import Exchange
+from redline.worker.exchange import KvTransferManager
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.page_events import PageEvents
-from redline.worker.pulse import Pulse
+from redline.worker.pulse import LoopStatus
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
@@ -64,7 +64,7 @@ from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk
-# reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/handoff.md).
+# reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/kv_transfer.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 _log = logging.getLogger(__name__)
 OUTSTANDING = 512  # most jobs of one `generate` that are submitted at a time; the planner's queue is bounded
@@ -208,8 +208,8 @@ class EngineCore:
         area_bytes: int | None = None,
         clock: Callable[[], float] = clock.monotonic,
         **how: Any,
-    ) -> Exchange:
-        """The manager of KV transfers to and from other workers. how: further arguments of `Exchange`.
+    ) -> KvTransferManager:
+        """The manager of KV transfers to and from other workers. how: further arguments of `KvTransferManager`.
 
         carriers: the transports for KV chunks, best first. lends: whether this worker prefills for other workers.
         area_bytes: size of the transfer buffer of each transport; None: the default of its memory. With several tensor
@@ -222,14 +222,14 @@ class EngineCore:
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
         self.runner.marks_layers = lends
-        return Exchange(self.planner, ways, clock=clock, **how)
+        return KvTransferManager(self.planner, ways, clock=clock, **how)
 
     def serve(
         self,
         inbox: Inbox,
         outbox: Outbox,
-        pulse: Pulse | None = None,
-        exchange: Exchange | None = None,
+        pulse: LoopStatus | None = None,
+        exchange: KvTransferManager | None = None,
         events: PageEvents | None = None,
         *,
         record: bool = True,

@@ -25,15 +25,25 @@ from redline import clock
 from redline.errors import RedlineError, WorkerLost
 from redline.plan.planner import Computed, Planner
 from redline.transport.base import Peer, TransferFailed
-from redline.transport.ledger import Parcel
+from redline.transport.ledger import KvChunk
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Note
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Taken, Want
+from redline.wire.handoff import (
+    ChunkAck,
+    ChunkReady,
+    Piece,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PullRequest,
+    Queued,
+    WorkerDown,
+)
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
-from redline.worker.departures import Departures
-from redline.worker.ways import Way, connect, told_of
+from redline.worker.departures import KvSender
+from redline.worker.ways import TransferPath, connect, told_of
 
 WANT_S = 30.0  # timeout, in seconds from the end of a prefill, for the decode worker to request the prompt's pages
 ROOM_S = 2.0  # the same timeout while other jobs wait for pages
@@ -65,9 +75,9 @@ class _Outgoing:
     # been sent, and restart from other cached pages.
     exact: bool = True
     drafting: bool = True
-    begun: bool = False  # whether `Begun` was sent: the prompt is no longer queued
-    said_at: float = 0.0  # when the last `Queued` or `Begun` was sent
-    handed: Handed | None = None  # set once the first token is sampled
+    begun: bool = False  # whether `PrefillStarted` was sent: the prompt is no longer queued
+    said_at: float = 0.0  # when the last `Queued` or `PrefillStarted` was sent
+    handed: PrefillDone | None = None  # set once the first token is sampled
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     noted: dict[type, Note] = field(default_factory=dict)  # by its kind
     ended_at: float = 0.0
@@ -89,7 +99,7 @@ class _Incoming:
     reads: set[int] = field(default_factory=set)  # numbers of the chunks that are being read or have been read
     parcels: int = 0  # number of chunks that have been copied into the pages
     rows: int = 0  # number of rows (layers x positions) in these chunks
-    handed: Handed | None = None
+    handed: PrefillDone | None = None
 
 
 class _Peer(NamedTuple):
@@ -98,10 +108,10 @@ class _Peer(NamedTuple):
     way: str = ""  # the transport of `peer`
 
 
-Ways = Sequence[Way[_Outgoing, _Incoming]]
+Ways = Sequence[TransferPath[_Outgoing, _Incoming]]
 
 
-class Exchange:
+class KvTransferManager:
     """KV transfer manager: both sides of one worker's KV transfers. Only the loop's thread may use it.
 
     `counts`: the number of prompts that were sent ("handed over"), received ("taken over"), and computed here as a
@@ -127,10 +137,10 @@ class Exchange:
         self._outbox_of = outbox_of
         self._out: dict[JobId, _Outgoing] = {}
         self._leases: dict[tuple[int, int], JobId] = {}  # jobs of the leased chunks, by id and epoch of their tickets
-        # `Want`s (None: aborts) that arrived before the `Prefill` of their job, and when.
-        self._early: dict[JobId, tuple[Want | None, float]] = {}
+        # `PullRequest`s (None: aborts) that arrived before the `Prefill` of their job, and when.
+        self._early: dict[JobId, tuple[PullRequest | None, float]] = {}
         self._in: dict[JobId, _Incoming] = {}
-        self._offers: deque[tuple[_Incoming, Offer]] = deque()
+        self._offers: deque[tuple[_Incoming, ChunkReady]] = deque()
         self._listened_at = clock()  # when messages of other workers were last processed
         self._starved_at: float | None = None  # since when jobs wait for pages that KV transfers hold
         self._peers: dict[tuple[str, int], _Peer] = {}
@@ -213,27 +223,29 @@ class Exchange:
             case Queued(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at = self._clock()
-            case Begun(job=id):
+            case PrefillStarted(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.begun = self._clock(), True
-                    if incoming.first is not None and not incoming.offered:  # the first `Want` may have been lost
-                        incoming.outbox.put(Want(job=id, first=incoming.first, way=incoming.way))
-            case Want(job=id):
+                    if (
+                        incoming.first is not None and not incoming.offered
+                    ):  # the first `PullRequest` may have been lost
+                        incoming.outbox.put(PullRequest(job=id, first=incoming.first, way=incoming.way))
+            case PullRequest(job=id):
                 if (out := self._out.get(id)) is None:
                     self._early[id] = message, self._clock()
                 elif out.end is None and message.way in self._ways:
                     out.end, out.way = message.first, message.way
-            case Offer(job=id):
+            case ChunkReady(job=id):
                 incoming = self._in.get(id)
                 if incoming is not None:
                     incoming.heard_at, incoming.offered = self._clock(), True
                     self._offers.append((incoming, message))
-            case Taken(id=id, epoch=epoch):
+            case ChunkAck(id=id, epoch=epoch):
                 self._taken(id, epoch)
-            case Handed(job=id):
+            case PrefillDone(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.handed = self._clock(), message
-            case Gone():
+            case WorkerDown():
                 self._gone(message)
             case _:
                 raise AssertionError(f"unexpected message of another worker: {type(message).__name__}")
@@ -252,7 +264,7 @@ class Exchange:
             if delta.finish is None and not delta.tokens:
                 continue
             out.ended_at = self._clock()
-            out.handed = Handed(
+            out.handed = PrefillDone(
                 job=delta.job,
                 tokens=delta.tokens,
                 logprobs=delta.logprobs,
@@ -361,7 +373,7 @@ class Exchange:
     # ------------------------------------------------------------------------------------------- prefill worker
 
     @property
-    def _departures(self) -> list[Departures[_Outgoing]]:
+    def _departures(self) -> list[KvSender[_Outgoing]]:
         return [way.departures for way in self._ways.values() if way.departures is not None]
 
     @property
@@ -380,7 +392,7 @@ class Exchange:
         out.begun |= begins
         if begins or now - out.said_at >= WORD_S:
             out.said_at = now
-            out.outbox.put(Begun(job=out.job.id) if out.begun else Queued(job=out.job.id))
+            out.outbox.put(PrefillStarted(job=out.job.id) if out.begun else Queued(job=out.job.id))
         if out.end is None:
             if out.handed is not None and now - out.ended_at > WANT_S:
                 del self._out[out.job.id]
@@ -457,7 +469,7 @@ class Exchange:
                 return
 
     def _offer_filled(self) -> None:
-        """Sends an `Offer` for each chunk that has been filled."""
+        """Sends an `ChunkReady` for each chunk that has been filled."""
         for departures in self._departures:
             for out, piece, ticket in departures.filled():
                 out.filling -= 1
@@ -465,7 +477,7 @@ class Exchange:
                     if ticket is not None:
                         departures.lender.taken(ticket.id, ticket.epoch)
                     continue
-                out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
+                out.outbox.put(ChunkReady(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
                 out.parcels += 1
                 self._leases[ticket.id, ticket.epoch] = out.job.id
 
@@ -509,7 +521,7 @@ class Exchange:
         for departures in self._departures:  # epochs are unique among all chunks of a worker
             departures.lender.taken(id, epoch)
 
-    def _end_leases(self, parcels: Sequence[Parcel]) -> None:
+    def _end_leases(self, parcels: Sequence[KvChunk]) -> None:
         for parcel in parcels:
             self._leases.pop((parcel.id, parcel.epoch), None)
 
@@ -523,7 +535,7 @@ class Exchange:
         if len(incoming.job.tokens) - incoming.first <= LEAST:
             self._compute_here(incoming, "short")
             return
-        incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first, way=incoming.way))
+        incoming.outbox.put(PullRequest(job=incoming.job.id, first=incoming.first, way=incoming.way))
 
     def _give_room(self) -> None:
         """Frees the pages of the newest prompt that is still being transferred, because other jobs wait for pages: it
@@ -549,7 +561,7 @@ class Exchange:
             told += self._land(incoming)
         return told
 
-    def _take(self, way: Way[_Outgoing, _Incoming]) -> None:
+    def _take(self, way: TransferPath[_Outgoing, _Incoming]) -> None:
         for arrival in list(way.arrivals.under_way):
             if arrival in way.arrivals.under_way:  # an earlier iteration may have cancelled it, with its job
                 incoming, offer = arrival.of, arrival.offer
@@ -563,7 +575,7 @@ class Exchange:
         while self._offers:
             incoming, offer = self._offers[0]
             if self._in.get(offer.job) is not incoming:  # no longer needed
-                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+                incoming.outbox.put(ChunkAck(id=offer.ticket.id, epoch=offer.ticket.epoch))
             else:
                 try:
                     if not self._read(incoming, offer):
@@ -575,7 +587,7 @@ class Exchange:
                     self._lose(incoming, offer, None if known is None else known.peer, error)
             self._offers.popleft()
 
-    def _read(self, incoming: _Incoming, offer: Offer) -> bool:
+    def _read(self, incoming: _Incoming, offer: ChunkReady) -> bool:
         """Begins to read a chunk; False if it has to wait. Raises TransferFailed or ConfigError."""
         piece, ticket = offer.piece, offer.ticket
         known = incoming.first is not None and piece.positions[0] >= incoming.first
@@ -594,18 +606,18 @@ class Exchange:
             incoming.reads.add(offer.number)
         return begun
 
-    def _count(self, incoming: _Incoming, offer: Offer) -> None:
+    def _count(self, incoming: _Incoming, offer: ChunkReady) -> None:
         """Counts and acknowledges a chunk that has been copied into the pages."""
         incoming.parcels += 1
         (layer, last), (at, to) = offer.piece.layers, offer.piece.positions
         incoming.rows += (last - layer) * (to - at)
-        incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+        incoming.outbox.put(ChunkAck(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
-    def _lose(self, incoming: _Incoming, offer: Offer, peer: Peer | None, error: RedlineError) -> None:
+    def _lose(self, incoming: _Incoming, offer: ChunkReady, peer: Peer | None, error: RedlineError) -> None:
         """Handles a chunk that could not be read: its job's prompt is computed here. The connection may have failed
         permanently, so the next read reconnects, and this connection is closed once the reads of other jobs over it
         have ended. peer: the connection over which the chunk was read."""
-        incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+        incoming.outbox.put(ChunkAck(id=offer.ticket.id, epoch=offer.ticket.epoch))
         self._compute_here(incoming, "transfer", error)
         of = (incoming.source.worker, incoming.source.epoch)
         if peer is not None and (known := self._peers.get(of)) is not None and known.peer is peer:
@@ -660,11 +672,11 @@ class Exchange:
     def _fence(self, incoming: _Incoming) -> None:
         """Cancels the job's reads: returns once none of its chunks can arrive any more."""
         for offer in self._ways[incoming.way].arrivals.cancel(incoming):
-            incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+            incoming.outbox.put(ChunkAck(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
 
-    def _gone(self, gone: Gone) -> None:
+    def _gone(self, gone: WorkerDown) -> None:
         """Handles a worker that went down: prompts that it was prefilling are computed here, and KV chunks for it are
         dropped."""
         of = (gone.worker, gone.epoch)
@@ -673,7 +685,7 @@ class Exchange:
         for out in [one for one in self._out.values() if (one.to.worker, one.to.epoch) == of]:
             del self._out[out.job.id]
             # The worker may be alive and only have missed heartbeats: it is informed in any case.
-            handed = out.handed or Handed(job=out.job.id)
+            handed = out.handed or PrefillDone(job=out.job.id)
             out.outbox.put(msgspec.structs.replace(handed, error=f"worker {gone.worker} was reported down"))
             self._drop(out)
         for departures in self._departures:

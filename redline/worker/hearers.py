@@ -18,7 +18,7 @@ from redline.wire.replicas import Replica
 STARTER = ""  # used instead of a replica's name for the process that has started the worker
 
 
-class Hearers:
+class DeltaRouter:
     """An outbox to all receivers. Only one thread may use it."""
 
     def __init__(self, starter: Outbox, connect: Callable[[str], Outbox] = SocketOutbox) -> None:

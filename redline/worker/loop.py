@@ -21,18 +21,27 @@ from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
+from redline.wire.handoff import (
+    ChunkAck,
+    ChunkReady,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PullRequest,
+    Queued,
+    WorkerDown,
+)
 from redline.wire.job import Abort, Job
-from redline.wire.news import Knock, Load, Missed, Recall, Role, RoleTaken, Stop, TakeRole
+from redline.wire.news import Load, Missed, Ping, Recall, Role, RoleTaken, Stop, TakeRole
 from redline.wire.profile import Profile
 from redline.wire.replicas import Replicas
 from redline.wire.step import RowResult, Step, StepResult
-from redline.worker.exchange import Exchange
-from redline.worker.hearers import Hearers
+from redline.worker.exchange import KvTransferManager
+from redline.worker.hearers import DeltaRouter
 from redline.worker.page_events import PageEvents
 from redline.worker.ports import Plans, Runner
 from redline.worker.profile import Profiling
-from redline.worker.pulse import Pulse
+from redline.worker.pulse import LoopStatus
 from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 
@@ -125,8 +134,8 @@ def lead(
     inbox: Inbox,
     outbox: Outbox,
     trace: Trace | None = None,
-    pulse: Pulse | None = None,
-    exchange: Exchange | None = None,
+    pulse: LoopStatus | None = None,
+    exchange: KvTransferManager | None = None,
     tiers: Tiers | None = None,
     events: PageEvents | None = None,
     *,
@@ -136,8 +145,8 @@ def lead(
 ) -> None:
     """Serves jobs until a Stop arrives; then aborts every job, and checks that all pages and slots are free.
 
-    outbox: a `Hearers` if several API replicas may send jobs. exchange: manager of KV transfers; None disables them.
-    tiers: KV offload tiers below the prefix cache; None: no tiers. events: publishes KV cache events as vLLM does.
+    outbox: a `DeltaRouter` if several API replicas may send jobs. exchange: manager of KV transfers; None disables
+    them. tiers: KV offload to host memory and disk; None: no offload. events: publishes KV cache events as vLLM does.
     record: whether the runner captures CUDA graphs while it is idle, one at a time: a new job waits for at most one
     capture. tells_cache: whether changes of the prefix cache are reported to the API. takes_role: called with the new
     role after a role switch; the loop itself does the same in every role.
@@ -146,10 +155,10 @@ def lead(
     The trace records every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a
     row, once an error was sent for every job.
     """
-    pulse, failures = pulse or Pulse(), Failures()
+    pulse, failures = pulse or LoopStatus(), Failures()
     if events is not None:
         planner.log_pages()
-    hearers = outbox = outbox if isinstance(outbox, Hearers) else Hearers(outbox)
+    hearers = outbox = outbox if isinstance(outbox, DeltaRouter) else DeltaRouter(outbox)
     if trace is not None:
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
@@ -165,10 +174,10 @@ def lead(
         """The callback while a step runs: sends computed layers of prompts, and receives the messages of readers."""
         return None if exchange is None or not exchange.leaves else functools.partial(depart, exchange)
 
-    def depart(exchange: Exchange, layers: int) -> None:
+    def depart(exchange: KvTransferManager, layers: int) -> None:
         exchange.depart(layers)
         for message in inbox.drain(wait=True, timeout=WATCH_S):
-            if isinstance(message, Want | Taken):
+            if isinstance(message, PullRequest | ChunkAck):
                 exchange.hear(message)
             else:
                 held.append(message)
@@ -204,15 +213,22 @@ def lead(
                     if exchange is not None:
                         exchange.abort(message.job)
                     deltas = planner.abort(message.job)
-                case Prefill() | Queued() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if (
-                    exchange is not None
-                ):
+                case (
+                    Prefill()
+                    | Queued()
+                    | PrefillStarted()
+                    | PullRequest()
+                    | ChunkReady()
+                    | ChunkAck()
+                    | PrefillDone()
+                    | WorkerDown()
+                ) if exchange is not None:
                     deltas = []
                     if isinstance(message, Prefill):
                         deltas = exchange.prefill(message) if message.job.replica in hearers else []
                     else:
                         exchange.hear(message)
-                case Knock():
+                case Ping():
                     deltas, pulse.knocks[message.replica] = [], message.number
                     hearers.put_to(message.replica, message)
                 case Missed() if (replica := hearers.whose(message.writer)) is not None:  # its jobs and aborts alone
@@ -307,7 +323,9 @@ def _due_in(others: Sequence[_Beside]) -> float | None:
     return min((due for other in others if (due := other.due_in()) is not None), default=None)
 
 
-def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers, trace: Trace | None) -> None:
+def _forget(
+    replica: str, planner: Planner, exchange: KvTransferManager | None, hearers: DeltaRouter, trace: Trace | None
+) -> None:
     """Aborts the jobs of one API replica without notifying it: the replica resumes them elsewhere, or is down."""
     for id in hearers.jobs_of(replica) + (exchange.computes_for(replica) if exchange is not None else []):
         if exchange is not None:
@@ -316,7 +334,7 @@ def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: 
         hearers.forget(id)
 
 
-def _end_unheard(deltas: Sequence[Delta], hearers: Hearers, trace: Trace | None) -> None:
+def _end_unheard(deltas: Sequence[Delta], hearers: DeltaRouter, trace: Trace | None) -> None:
     """Passes the last deltas of jobs to the trace only."""
     for delta in deltas:
         hearers.forget(delta.job)
@@ -342,7 +360,7 @@ class _Loads:
     def __init__(
         self,
         planner: Planner,
-        exchange: Exchange | None,
+        exchange: KvTransferManager | None,
         tiers: Tiers | None,
         outbox: Outbox,
         clock: Callable[[], float],
@@ -419,7 +437,7 @@ def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
     return []
 
 
-def _record_more(runner: Runner, pulse: Pulse) -> bool:
+def _record_more(runner: Runner, pulse: LoopStatus) -> bool:
     """Captures one more CUDA graph while there are no jobs; False if none is left. Raises WorkerLost."""
     pulse.waits = False
     try:
@@ -432,7 +450,7 @@ def _record_more(runner: Runner, pulse: Pulse) -> bool:
         pulse.waits = True
 
 
-def _submit(planner: Planner, job: Job, exchange: Exchange | None) -> list[Delta]:
+def _submit(planner: Planner, job: Job, exchange: KvTransferManager | None) -> list[Delta]:
     try:
         return planner.submit(job) if exchange is None or job.pages_from is None else exchange.expect(job)
     except Exception as error:

@@ -30,13 +30,13 @@ from redline.limits import open_files
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.kv_sockets import Publisher
 from redline.wire.machines import Listening
-from redline.wire.news import Beat, Failed
+from redline.wire.news import Failed, Heartbeat
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore, pick_device
-from redline.worker.hearers import Hearers
+from redline.worker.hearers import DeltaRouter
 from redline.worker.loop import one_line
 from redline.worker.page_events import PageEvents
-from redline.worker.pulse import Heart, Pulse
+from redline.worker.pulse import LoopStatus, LoopWatchdog
 from redline.worker.urgency import Urgency
 from redline.worker.ways import aside, carriers
 
@@ -117,10 +117,10 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         engine.measure()
         gc.collect()
         gc.freeze()  # existing objects are permanent: exclude them from garbage collections between steps
-        pulse = Pulse()
+        pulse = LoopStatus()
         events = None if publisher is None or told is None else PageEvents(publisher, told.number)
         exchange, ready = None, engine.ready
-        hearers = opened.enter_context(Hearers(outbox))
+        hearers = opened.enter_context(DeltaRouter(outbox))
         if config.transport is not None:
             folder = Path(config.parcels) if config.parcels is not None else None
             found = carriers(config.transport, folder, engine.model.device, config.engine.ranks)
@@ -135,9 +135,9 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             clock.sleep(FLUSH_S)
             os._exit(1)  # a thread that is inside a kernel cannot be ended otherwise
 
-        with Heart(pulse, beats, engine.step_tokens, hung, engine.model.device.type):
+        with LoopWatchdog(pulse, beats, engine.step_tokens, hung, engine.model.device.type):
             hearers.put(ready)
-            hearers.put(Beat())
+            hearers.put(Heartbeat())
             engine.serve(
                 inbox,
                 hearers,

@@ -19,7 +19,7 @@ from redline.errors import ConfigError
 from redline.kernels.by_chip import checksum as checksum_on
 from redline.kernels.cpu import checksum
 from redline.ops.checksum import number
-from redline.run.handoff import PARCEL_BYTES, Parcels
+from redline.run.handoff import PARCEL_BYTES, KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece
@@ -64,7 +64,7 @@ class ParcelMemory(Protocol):
         """A uint8 [size] tensor over memory of this kind. The memory has to outlive the tensor."""
         ...
 
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+    def gather(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
         """Fills a chunk from computed pages, and computes its checksum. Steps that are launched from now on may write
         to the pages."""
         ...
@@ -73,7 +73,7 @@ class ParcelMemory(Protocol):
         """Computes the checksum of a received chunk."""
         ...
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         """Scatters a chunk into pages, before all steps that are launched from now on. Once it has ended, the chunk's
         bytes may be reused."""
         ...
@@ -94,7 +94,7 @@ class HostParcels:
         held = (ctypes.c_char * memory.size).from_address(memory.address)
         return torch.frombuffer(memoryview(held), dtype=torch.uint8)
 
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+    def gather(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
         """As `ParcelMemory.gather`. If the pages are on a GPU, it waits for the steps that have been launched."""
         parcels.gather(piece, pages, into_B)
         return self.sum(into_B, seed)
@@ -104,7 +104,7 @@ class HostParcels:
         found = checksum.of_memory(parcel_B.data_ptr(), parcel_B.numel(), seed)
         return Summed(_ended, lambda: found)
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         """As `ParcelMemory.scatter`."""
         parcels.scatter(piece, pages, from_B)
         return _ended
@@ -140,7 +140,7 @@ class GpuParcels:
         """As `ParcelMemory.tensor`."""
         return torch.as_tensor(_Array(memory), device=self._device)
 
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+    def gather(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
         """As `ParcelMemory.gather`."""
         with torch.cuda.stream(self._stream):
             parcels.gather(piece, pages, into_B)
@@ -163,7 +163,7 @@ class GpuParcels:
 
         return Summed(added.query, found)
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         """As `ParcelMemory.scatter`: on the steps' own stream, so after all work that still uses the pages."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             parcels.scatter(piece, pages, from_B)
@@ -196,7 +196,7 @@ class PinnedParcels(GpuParcels):
             raise ConfigError(f"handoff.transport: {memory.size:,} bytes cannot be pinned ({error})") from error
         return memory_B
 
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+    def gather(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
         """As `ParcelMemory.gather`."""
         with torch.cuda.stream(self._stream):
             gathered_B = torch.empty_like(into_B, device=self._device)
@@ -213,7 +213,7 @@ class PinnedParcels(GpuParcels):
             parcel_B = parcel_B.to(self._device, non_blocking=True)
         return super().sum(parcel_B, seed)
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         """As `ParcelMemory.scatter`."""
         staged_B, _ = stage(from_B, self._device, self._stream)
         return super().scatter(parcels, piece, pages, staged_B)

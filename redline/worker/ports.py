@@ -5,7 +5,7 @@ from typing import Protocol
 
 from redline.run.runner import Pending
 from redline.wire.delta import Delta
-from redline.wire.step import Recorded, Step, StepResult
+from redline.wire.step import CapturedShapes, Step, StepResult
 
 
 class Plans(Protocol):
@@ -16,7 +16,7 @@ class Plans(Protocol):
         """Whether a step may be planned before the previous one is settled."""
         ...
 
-    def report(self, recorded: Recorded) -> None:
+    def report(self, recorded: CapturedShapes) -> None:
         """Updates the list of captured CUDA graphs that decode steps can use from now on."""
         ...
 
@@ -36,7 +36,7 @@ class Runner(Protocol):
     """Callback for each part of a step as it begins, in the thread that runs it; "" at the end of the step's work."""
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> CapturedShapes:
         """The shapes of decode steps for which CUDA graphs are captured."""
         ...
 

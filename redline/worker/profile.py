@@ -15,7 +15,7 @@ from redline.run.runner import Runner as StepRunner
 from redline.wire.channel import Outbox
 from redline.wire.delta import Delta
 from redline.wire.profile import Profile, Profiled, Span, packed
-from redline.wire.step import Recorded, Step, StepResult
+from redline.wire.step import CapturedShapes, Step, StepResult
 from redline.worker.kernel_trace import KernelTrace
 from redline.worker.ports import Plans, Runner
 
@@ -159,7 +159,7 @@ class _WatchedPlanner:
     def ahead(self) -> bool:
         return self._planner.ahead
 
-    def report(self, recorded: Recorded) -> None:
+    def report(self, recorded: CapturedShapes) -> None:
         self._planner.report(recorded)
 
     def next_step(self) -> Step | None:
@@ -185,7 +185,7 @@ class _WatchedRunner:
         self.begins = runner.begins
 
     @property
-    def recorded(self) -> Recorded:
+    def recorded(self) -> CapturedShapes:
         return self._runner.recorded
 
     def record_more(self) -> bool:

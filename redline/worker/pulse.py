@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from redline.wire.channel import Outbox
-from redline.wire.news import Beat
+from redline.wire.news import Heartbeat
 from redline.wire.replicas import Replica
-from redline.worker.hearers import Hearers
+from redline.worker.hearers import DeltaRouter
 
 BEAT_S = 0.25  # heartbeat interval in seconds; a worker that misses four is taken to be silent (route.links.MOVE_S)
 # An iteration is one step. The first step of a shape compiles kernels, which takes up to some minutes; and no usable
@@ -25,9 +25,9 @@ BEAT_S = 0.25  # heartbeat interval in seconds; a worker that misses four is tak
 TURN_S, TURN_S_PER_TOKEN = 300, {"cpu": 2.0, "cuda": 0.1}
 
 
-class Pulse:
+class LoopStatus:
     """The loop's progress: the number of its iterations, and whether it is waiting. Written by the loop, read by
-    `Heart`."""
+    `LoopWatchdog`."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -36,8 +36,8 @@ class Pulse:
         self.replicas: tuple[Replica, ...] = ()  # the API replicas that receive the worker's messages
 
 
-class Heart:
-    """A context manager that sends a `Beat` (heartbeat) every BEAT_S seconds, from a thread and outboxes of its own.
+class LoopWatchdog:
+    """A context manager that sends a `Heartbeat` every BEAT_S seconds, from a thread and outboxes of its own.
 
     step_tokens: most positions of a step; the limit `most_s`, in seconds, grows with it at a rate that depends on the
     kind of device. hung: called in that thread, with a one-line reason, once the loop has been in one iteration for
@@ -45,12 +45,12 @@ class Heart:
     """
 
     def __init__(
-        self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object], device: str = "cpu"
+        self, pulse: LoopStatus, outbox: Outbox, step_tokens: int, hung: Callable[[str], object], device: str = "cpu"
     ) -> None:
         """device: kind of the device that runs the steps, "cpu" or "cuda"."""
         self.most_s = TURN_S + TURN_S_PER_TOKEN[device] * step_tokens
         self._pulse = pulse
-        self._hearers = Hearers(outbox)
+        self._hearers = DeltaRouter(outbox)
         self._hung = hung
         self._turn = pulse.turns
         self._turn_s = 0.0
@@ -58,12 +58,12 @@ class Heart:
         self._thread = threading.Thread(target=self._beat_on, name="heart", daemon=True)
 
     def beat(self) -> None:
-        """Sends a `Beat`, and calls `hung` after the limit. Called every BEAT_S seconds."""
+        """Sends a `Heartbeat`, and calls `hung` after the limit. Called every BEAT_S seconds."""
         same = self._pulse.turns == self._turn and not self._pulse.waits
         self._turn, self._turn_s = self._pulse.turns, self._turn_s + BEAT_S if same else 0.0
         self._hearers.follow(self._pulse.replicas)
         for name, outbox in self._hearers:
-            outbox.put(Beat(turn_s=self._turn_s, knock=self._pulse.knocks[name]))
+            outbox.put(Heartbeat(turn_s=self._turn_s, knock=self._pulse.knocks[name]))
         if self._turn_s > self.most_s:
             self._hung(f"a step has not ended in {self._turn_s:.0f} s: a kernel or the device hangs")
 

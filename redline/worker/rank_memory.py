@@ -20,7 +20,7 @@ from torch import Tensor
 from redline import clock, limits
 from redline.disk import human
 from redline.errors import ConfigError
-from redline.run.handoff import Parcels, of_its_pages
+from redline.run.handoff import KvChunkLayout, of_its_pages
 from redline.run.kv import KvPool
 from redline.transport.base import Memory
 from redline.transport.peer import HANG_S, LOOK_S, Chip
@@ -130,7 +130,7 @@ class FollowedMemory:
         self._chip: Chip | None = None
         self._exported: list[Memory] = []  # rank 0's memory at the addresses where this rank's GPU has mapped it
         self._counts = _counts(file)
-        self._parcels = Parcels(kv)
+        self._parcels = KvChunkLayout(kv)
         self._device = kv.planes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # sizes of copies that wait for the steps' stream

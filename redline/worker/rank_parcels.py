@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
@@ -43,7 +43,7 @@ class RankParcels:
         """As `ParcelMemory.tensor`."""
         return self._own.tensor(memory)
 
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+    def gather(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
         """As `ParcelMemory.gather`, from the pages of rank 0."""
         return self._own.gather(parcels, piece, pages, into_B, seed)
 
@@ -51,7 +51,7 @@ class RankParcels:
         """As `ParcelMemory.sum`."""
         return self._own.sum(parcel_B, seed)
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         """As `ParcelMemory.scatter`, into the pages of every rank. Raises RankLost, now or when the result is polled,
         if a rank is down."""
         theirs = self._ranks.scatter(piece, [PageId(page) for page in pages], from_B)
@@ -64,7 +64,7 @@ class RankPages:
 
     def __init__(self, ranks: Ranks, kv: KvPool) -> None:
         """kv: rank 0's pool."""
-        parcels = Parcels(kv)
+        parcels = KvChunkLayout(kv)
         page = 0, PAGE_TOKENS
         self._ranks, self._gpu = ranks, kv.planes.is_cuda
         self._whole = Piece(layers=(0, parcels.layers), positions=page, draft=page if parcels.drafts else (0, 0))

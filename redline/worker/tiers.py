@@ -117,18 +117,18 @@ class Tiers:
     # ------------------------------------------------------------------------------------------ calls of the planner
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
-        """As `Below.forgets`."""
+        """As `KvTier.forgets`."""
         self._saved += self.store.save([Saved(*page) for page in pages])
 
     def awaits(self, id: JobId, lack: Lack) -> bool:
-        """As `Below.awaits`."""
+        """As `KvTier.awaits`."""
         if not self._choose(lack).pages:
             return False
         self._jobs[id] = _Waiting(self._clock())
         return True
 
     def took(self, step: Step, seconds: float) -> None:
-        """As `Below.took`."""
+        """As `KvTier.took`."""
         self.store.parts.took("step", seconds)
         rows = [(row.start, row.count) for row in step.rows if row.start is not None]
         if not rows:

@@ -1,7 +1,7 @@
 """The paths by which KV chunks are transferred between workers, best first: each is a transport and a kind of memory.
 
 A worker publishes the descriptor of its area for each path. The decode worker uses the first path on which it can
-connect, and names it in its request (`Want.way`): two GPUs without peer access to each other use the next path.
+connect, and names it in its request (`PullRequest.way`): two GPUs without peer access to each other use the next path.
 """
 
 import logging
@@ -13,14 +13,14 @@ import msgspec
 import torch
 
 from redline.errors import ConfigError
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.transport.base import Peer, TransferFailed, Transport
 from redline.transport.choice import TransportName, open_transport
 from redline.transport.peer import Chip, PeerTransport
-from redline.worker.arrivals import Arrivals, Budget
+from redline.worker.arrivals import Budget, KvReceiver
 from redline.worker.config import PEER_SHARE
-from redline.worker.departures import Departures
+from redline.worker.departures import KvSender
 from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
@@ -40,7 +40,7 @@ class Carrier(NamedTuple):
     chip: Chip | None = None  # the GPU that has the memory; None: host memory
 
 
-class Way(Generic[Out, In]):
+class TransferPath(Generic[Out, In]):
     """A carrier, opened for the KV chunks of one worker. `departures`: None if the worker prefills for no other."""
 
     def __init__(
@@ -51,21 +51,21 @@ class Way(Generic[Out, In]):
         self.name, self.transport = carrier.name, carrier.transport
         sizes = carrier.memory.sizes
         size = sizes.area if area_bytes is None else area_bytes
-        self.parcels = Parcels(kv, min(sizes.parcel, (size or sizes.area) // 4))
+        self.parcels = KvChunkLayout(kv, min(sizes.parcel, (size or sizes.area) // 4))
         budget = Budget(share if carrier.share is None else carrier.share, clock)
-        self.arrivals: Arrivals[In] = Arrivals(self.parcels, self.transport, carrier.memory, budget, clock)
-        self.departures: Departures[Out] | None = None
+        self.arrivals: KvReceiver[In] = KvReceiver(self.parcels, self.transport, carrier.memory, budget, clock)
+        self.departures: KvSender[Out] | None = None
         if size:
-            self.departures = Departures(self.parcels, self.transport, carrier.memory, size, clock)
+            self.departures = KvSender(self.parcels, self.transport, carrier.memory, size, clock)
 
 
-def told_of(ways: Sequence[Way[Out, In]]) -> bytes:
+def told_of(ways: Sequence[TransferPath[Out, In]]) -> bytes:
     """The descriptors of all areas, to be sent to other workers; empty if there are none."""
     told = {way.name: way.departures.area.told for way in ways if way.departures is not None}
     return msgspec.msgpack.encode(told) if told else b""
 
 
-def connect(ways: Sequence[Way[Out, In]], told: bytes, other: str) -> tuple[Way[Out, In], Peer]:
+def connect(ways: Sequence[TransferPath[Out, In]], told: bytes, other: str) -> tuple[TransferPath[Out, In], Peer]:
     """Connects to the other worker's area on the first path that works; logs a warning if it is not the best one.
 
     Raises TransferFailed, with the reason of each path, if none works, and a transport's ConfigError.
@@ -152,15 +152,15 @@ def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
 
 def open_ways(
     found: Sequence[Carrier], kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
-) -> list[Way[Out, In]]:
+) -> list[TransferPath[Out, In]]:
     """Opens a worker's paths. A path without its memory is left out, with a warning, if another path is available.
 
     Raises ConfigError if none is left.
     """
-    ways: list[Way[Out, In]] = []
+    ways: list[TransferPath[Out, In]] = []
     for number, carrier in enumerate(found):
         try:
-            ways.append(Way(carrier, kv, share, clock, area_bytes))
+            ways.append(TransferPath(carrier, kv, share, clock, area_bytes))
         except (ConfigError, RuntimeError) as error:
             if not ways and number == len(found) - 1:
                 raise

@@ -1,16 +1,16 @@
-"""A worker without a model: it answers each job with the deltas of a script, over the real wire format."""
+"""A worker without a model: it answers each job with the deltas of a script, encoded as on the real wire."""
 
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redline.api.gateway import Gateway
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
-from redline.wire.handoff import Gone
+from redline.wire.handoff import WorkerDown
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Knock, Ready, Recall, Role, RoleTaken, TakeRole
+from redline.wire.news import Ping, Ready, Recall, Role, RoleTaken, TakeRole
 from redline.wire.step import TokenLogprobs
 from tests.waiting import turns
 
@@ -18,7 +18,7 @@ Script = Callable[[Job], Iterable[Delta]]
 
 
 class FakeEngine:
-    """The gateway's outbox. Deltas come one per turn of the event loop, while `gate` is open."""
+    """The gateway's outbox. Sends one delta per iteration of the event loop, while `gate` is open."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -32,8 +32,8 @@ class FakeEngine:
 
     def serve(
         self, gateway: Gateway, max_model_len: int = 4096, name: str = "worker", role: Role = "both", epoch: int = 1
-    ) -> Link:
-        """Begin as a worker of this gateway, and be ready at once."""
+    ) -> WorkerHandle:
+        """Join this gateway as a worker, and become ready at once."""
         link = gateway.join(name, self, role, epoch)
         self._deliver = functools.partial(gateway.deliver, link)
         self._deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
@@ -48,14 +48,14 @@ class FakeEngine:
                 task.add_done_callback(self._tasks.discard)
             case Abort(job=id):
                 self.aborted.add(id)
-            case Knock() as knock:
+            case Ping() as knock:
                 assert self._deliver is not None
                 self._deliver(knock)
             case TakeRole(role=role):
                 assert self._deliver is not None
                 self._deliver(RoleTaken(role=role))
-            case Recall() | Gone():
-                pass  # it caches nothing, and hands nothing over
+            case Recall() | WorkerDown():
+                pass  # it has no prefix cache, and transfers no KV
             case other:
                 raise AssertionError(other)
 
@@ -71,18 +71,18 @@ class FakeEngine:
 
 
 def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cached: int = 0, drafts: int = 0) -> Script:
-    """The same tokens to everyone, never more than were asked for; logprobs of -0.5 where asked for.
+    """Generate the same tokens for every job, at most `max_tokens`; logprobs of -0.5 if requested.
 
-    drafts: verified for each delta, all accepted that it has room for.
+    drafts: draft tokens verified for each delta; all accepted that it has room for.
     """
 
     def script(job: Job) -> Iterator[Delta]:
         most = job.sampling.max_tokens
         said, end = (tokens[:most], "length") if most < len(tokens) else (tokens, finish)
         scored = _prompt_scores(job)
-        for start in range(0, len(scored), 2):  # in pieces, as a prompt's chunks give them
+        for start in range(0, len(scored), 2):  # in pieces, as prefill in chunks yields them
             yield Delta(job=job.id, prompt_logprobs=scored[start : start + 2], cached_tokens=cached)
-        for start in range(0, max(1, len(said)), per_delta):  # one that may say nothing ends as well
+        for start in range(0, max(1, len(said)), per_delta):  # an answer without tokens ends as well
             piece = tuple(said[start : start + per_delta])
             yield Delta(
                 job=job.id,
@@ -107,6 +107,6 @@ def _prompt_scores(job: Job) -> tuple[TokenLogprobs, ...]:
 
 
 def _score(token: int, top: int) -> TokenLogprobs:
-    """The token itself is the most likely; the letters from `a` on follow."""
+    """The token itself is the most likely, followed by the letters from `a` on."""
     others = [(ord("a") + index, -1.0 - index) for index in range(top)]
     return TokenLogprobs(token=token, logprob=-0.5, rank=1, top=tuple([(token, -0.5), *others][:top]))

@@ -1,4 +1,4 @@
-"""A server whose timers run by a fake clock, and clients that speak to it byte by byte, all in one event loop."""
+"""A server with timers on a fake clock, and clients that exchange raw bytes with it, all in one event loop."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from redline.api.server import Server, uvicorn_config
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
 
-ASYNCIO = "asyncio", {"use_uvloop": False}  # whose timers a fake clock can drive
-UVLOOP = "asyncio", {"use_uvloop": True}  # what is served
+ASYNCIO = "asyncio", {"use_uvloop": False}  # its timers can be driven by a fake clock
+UVLOOP = "asyncio", {"use_uvloop": True}  # the event loop that `redline serve` uses
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 class Hello:
-    """Reads each request, whole, and says "hello"; at /held only once `gate` is set."""
+    """Reads each whole request, and answers "hello"; at /held only once `gate` is set."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
@@ -39,7 +39,7 @@ class Hello:
             self.left += 1
             return
         if scope["path"] == "/held":
-            left = asyncio.ensure_future(receive())  # this returns when the client has left
+            left = asyncio.ensure_future(receive())  # returns when the client has disconnected
             opened = asyncio.create_task(self.gate.wait())
             await asyncio.wait({left, opened}, return_when=asyncio.FIRST_COMPLETED)
             left.cancel()
@@ -59,7 +59,7 @@ async def serving(
     tls: tuple[str, str] | None = None,
     connections: Connections | None = None,
 ) -> AsyncIterator[tuple[int, Server]]:
-    """A port, and the server behind it. clock: drives the loop, where that is asyncio's own."""
+    """A port, and the server that listens on it. clock: drives the loop if it is asyncio's own."""
     server = Server(uvicorn_config(app, limits, "127.0.0.1", 0, tls, connections))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -76,10 +76,10 @@ async def serving(
 
 
 class Client:
-    """A connection over which a test sends and gets bytes; with `context`, by TLS, once `shake` has returned."""
+    """A connection over which a test sends and receives bytes; with `context` over TLS, once `shake` has returned."""
 
     def __init__(self, port: int, context: ssl.SSLContext | None = None, receive_bytes: int | None = None) -> None:
-        """receive_bytes: that its system takes before the test does; None: as many as the system likes."""
+        """receive_bytes: size of the kernel's receive buffer. Default: the system's."""
         self.socket = socket.socket()
         if receive_bytes is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
@@ -87,7 +87,7 @@ class Client:
         self.socket.setblocking(False)
         self.got = b""
         self.ended = False  # the server has closed, or reset, the connection
-        self.was_told = False  # by TLS's close_notify, that it would
+        self.was_told = False  # a TLS close_notify has arrived
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = None if context is None else context.wrap_bio(self._in, self._out, server_hostname="localhost")
 
@@ -98,7 +98,7 @@ class Client:
         self.socket.close()
 
     async def shake(self) -> None:
-        """Do the handshake."""
+        """Do the TLS handshake."""
         assert self._tls is not None
         shaken = False
         while not shaken:
@@ -132,12 +132,12 @@ class Client:
         self.flush()
 
     def end(self) -> "Client":
-        """Send nothing more, and still read."""
+        """Close the sending side, and still read."""
         self.socket.shutdown(socket.SHUT_WR)
         return self
 
     def look(self) -> bytes:
-        """All that has come so far."""
+        """All bytes received so far."""
         while not self.ended and self._receive():
             pass
         while self._tls is not None:
@@ -152,7 +152,7 @@ class Client:
         return self.got
 
     async def until(self, text: bytes) -> bytes:
-        """All that has come, once `text` is in it."""
+        """All bytes received, once `text` is among them."""
         searched = 0
 
         def found() -> bool:
@@ -165,12 +165,12 @@ class Client:
         return self.got
 
     async def rest(self) -> bytes:
-        """All that has come, once the server has ended the connection."""
+        """All bytes received, once the server has ended the connection."""
         await eventually(lambda: self.look() == self.got and self.ended)
         return self.got
 
     def _receive(self) -> bool:
-        """Whether anything came, the end included."""
+        """Whether anything arrived, the end of the connection included."""
         try:
             data = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -194,7 +194,7 @@ def error_of(answered: bytes) -> tuple[int, str]:
 
 
 def certificate(folder: Path) -> tuple[tuple[str, str], ssl.SSLContext]:
-    """The files of a certificate for localhost and of its key, and the settings of a client that trusts it."""
+    """The files of a certificate for localhost and of its key, and the SSL context of a client that trusts it."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]

@@ -1,4 +1,4 @@
-"""Keys; and without them, what keeps other people's web pages out."""
+"""API keys; and, without keys, the checks that block requests from other sites' web pages."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ async def ask(world: World, method: str = "POST", **headers: str) -> tuple[int, 
     return response.status_code, error["code"]
 
 
-# ------------------------------------------------------------------------- no keys, only this machine reaches us
+# ------------------------------------------------------------------------ without keys, on loopback only
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -62,7 +62,7 @@ async def test_a_page_from_elsewhere_is_refused() -> None:
             "file://",
         ):
             assert await ask(world, origin=origin) == (403, "foreign_origin"), origin
-        # Its own page, where it is reached through another address of this machine.
+        # The server's own page, reached through another address of this machine.
         assert await ask(world, host="10.1.2.3:80", origin="http://10.1.2.3:80") == (200, None)
 
 

@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 
 
 def client_of(world: World) -> "AsyncAnthropic":
-    from anthropic import AsyncAnthropic  # 3 s, of each process that collects this file
+    from anthropic import AsyncAnthropic  # the import takes 3 s in each process that collects this file
 
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(world.app), base_url="http://redline")
     return AsyncAnthropic(base_url="http://redline", api_key="none", http_client=http, max_retries=0)
@@ -73,7 +73,7 @@ def conversation(**fields: Any) -> Conversation:
 
 
 def returned(*content: Any, id: str = "toolu_1") -> list[Any]:
-    """A conversation in which a call has given this content."""
+    """A conversation in which a call has returned this content."""
     call = {"type": "tool_use", "id": id, "name": "find", "input": {}}
     result = {"type": "tool_result", "tool_use_id": id, "content": content}
     return [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
@@ -340,7 +340,7 @@ async def test_the_list_of_models_is_anthropics_too() -> None:
 async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_stream() -> None:
     def fails(job: Any) -> Any:
         yield Delta(job=job.id, tokens=(ids("a")[0],))
-        world.engine.gate.clear()  # so that the first token has left
+        world.engine.gate.clear()  # so that the first token is sent before the error
         asyncio.get_running_loop().call_later(0.05, world.engine.gate.set)
         yield Delta(job=job.id, finish="error", error="no", fault="failed")
 
@@ -442,7 +442,7 @@ async def test_tools_that_anthropic_runs_are_left_out_with_what_they_gave_and_a_
 
 
 def test_a_tool_that_is_found_is_declared_where_it_was_found() -> None:
-    """So the prompt up to there, which is cached, does not change when a search finds a tool."""
+    """The prompt before the search result, which is cached, stays the same when a search finds a tool."""
     found = {**TOOL, "name": "found", "defer_loading": True}
     reference = {"type": "tool_reference", "tool_name": "found"}
     unknown = {"type": "tool_reference", "tool_name": "gone"}

@@ -1,4 +1,4 @@
-"""Routes, keys, bounds, error shapes, and what operators read."""
+"""Routes, keys, limits, error shapes, and the endpoints for operators."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
-from redline.wire.news import Beat, Load
+from redline.wire.news import Heartbeat, Load
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.clocks import FakeClock
@@ -174,7 +174,7 @@ async def test_a_header_without_an_end_closes_the_connection() -> None:
                 await turns(3)
         assert (await closed).startswith(b"HTTP/1.1 431")
         writer.close()
-        # Requests that follow one another on a connection are each within the bound.
+        # The limit applies to each request of a connection, not to their sum.
         client = openai_client(address)
         for _ in range(40):
             await client.models.list()
@@ -248,10 +248,10 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         return response.status_code, response.json().get("reason")
 
     async with world:
-        gateway.deliver(link, Beat())
+        gateway.deliver(link, Heartbeat())
         for _ in range(24 * 3600):  # a day without a request
             now += 1
-            gateway.deliver(link, Beat())
+            gateway.deliver(link, Heartbeat())
         assert await health() == (200, None)
         now += links.SILENT_S
         assert await health() == (200, None)
@@ -261,16 +261,16 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert (await world.http.get("/live")).json() == {"status": "live"}
-        gateway.deliver(link, Beat(turn_s=links.STALLED_S))
+        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S))
         assert await health() == (200, None)
-        gateway.deliver(link, Beat(turn_s=links.STALLED_S + 1))
+        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S + 1))
         assert await health() == (503, "a step has been running for 61 s")
-        assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "it may end at any moment"
-        gateway.deliver(link, Beat())
+        assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "the step may end at any moment"
+        gateway.deliver(link, Heartbeat())
         assert await health() == (200, None)
         now += 100
         gateway.lose(link, "stopped")
-        engine.serve(gateway, epoch=2)  # a new start, whose heart has not beaten yet
+        engine.serve(gateway, epoch=2)  # a new start that has not sent a heartbeat yet
         assert await health() == (200, None)
     gateway.close()
 
@@ -480,7 +480,7 @@ def test_a_job_that_the_engine_gave_up_is_a_line_and_what_nobody_foresaw_a_trace
 async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What has begun is answered: nothing between the beginning and the answer asks whether a worker is ready."""
+    """A request that has begun is answered: readiness of the worker is not checked again before its answer."""
     begin = Gateway.begin
 
     def silent(_: Gateway) -> None:
@@ -502,7 +502,7 @@ async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_beh
 
 
 async def test_tokens_are_counted_with_the_arguments_that_the_model_wrote() -> None:
-    """A client's own spelling of the arguments has fewer tokens than the prompt that an answer goes on with."""
+    """The client's spelling of the arguments has fewer tokens than the one that is used in the next prompt."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     function = {"name": "get", "parameters": schema}
     user, id = {"role": "user", "content": "hello"}, "functions.get:0"

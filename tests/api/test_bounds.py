@@ -1,4 +1,4 @@
-"""What one request may cost the others: every product of what it may say is bounded, and large work leaves the loop."""
+"""The cost of one request for others: each product of its fields is bounded, and expensive work is in threads."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ def completion(body: bytes) -> object:
     return read_completion(body, Limits(), Defaults())
 
 
-# Each took seconds, in which no other Python code ran: floats of the slow kind, and containers with the collector.
+# Each took seconds while no other Python code ran: floats that parse slowly, and containers tracked by the collector.
 @pytest.mark.parametrize(
     ("read", "body"),
     [
@@ -78,7 +78,7 @@ def completion(body: bytes) -> object:
 def test_a_field_that_is_refused_is_not_read_whole(read: Callable[[bytes], object], body: bytes) -> None:
     with Memory() as memory, pytest.raises(RequestError):
         read(body)
-    assert memory.peak_bytes < 2 * len(body), "all that it holds was made"  # 27 MB of floats, 90 of lists
+    assert memory.peak_bytes < 2 * len(body), "all its objects were created"  # 27 MB of floats, 90 MB of lists
 
 
 @pytest.mark.parametrize("text", ["a", "", '"', "\\", '\\"', '\\\\"', '","', "\\\\", "[", "é\n"])
@@ -96,7 +96,7 @@ def test_too_many_prompts_are_refused_unread_and_as_many_as_allowed_are_read(
 def test_slow_floats_within_the_bound_are_read_by_pythons_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = repeated(b"1e300,", b'{"enum":[', b"1]}", 400_000)
     body = USER + b'"tools":[{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}]}"
-    assert openai._OBJECT.float_hook is float, "msgspec's own reader takes twenty times as long for these"
+    assert openai._OBJECT.float_hook is float, "msgspec's own float parser takes twenty times as long for these"
     read: list[str] = []
     hooked = msgspec.json.Decoder(dict[str, Any], float_hook=lambda text: (read.append(text), float(text))[1])
     monkeypatch.setattr(openai, "_OBJECT", hooked)
@@ -186,7 +186,7 @@ async def test_prompts_and_their_copies_are_bounded_together() -> None:
                 await world.gateway.begin(ask)
         with await world.gateway.begin(text_ask("x" * 20, n=2)):
             pass
-        with await world.gateway.begin(text_ask("x" * 50)):  # a prompt alone is bounded by the context
+        with await world.gateway.begin(text_ask("x" * 50)):  # a single prompt is bounded by the context length
             pass
     assert len(world.engine.jobs) == 3
 
@@ -207,7 +207,7 @@ async def test_log_probabilities_of_prompts_are_bounded_as_a_product() -> None:
 async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
     async with World(answer("a"), limits=Limits(tokens=50, queue_tokens=50)) as world:
         world.engine.gate.clear()
-        for _ in range(3):  # given up
+        for _ in range(3):  # abandoned
             with (
                 await world.gateway.begin(text_ask("x" * 20, n=2)),
                 pytest.raises(Overloaded, match="40 prompt tokens"),
@@ -216,7 +216,7 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
         for ask in (text_ask("x" * 20, "x" * 40), text_ask("x" * 20, ""), text_ask("x" * 20, "x" * 5000)):  # refused
             with pytest.raises(RequestError):
                 await world.gateway.begin(ask)
-        with await world.gateway.begin(text_ask("x" * 50)):  # lost
+        with await world.gateway.begin(text_ask("x" * 50)):  # the worker goes down
             world.gateway.lose(world.link, "gone")
         world.engine.serve(world.gateway)
         with await world.gateway.begin(text_ask("x" * 50)) as heard:
@@ -250,7 +250,7 @@ async def test_large_bodies_are_bounded_together_and_small_ones_are_served_meanw
 
             async def slow(feed: asyncio.Event = feed, fed: list[int] = fed) -> Any:
                 yield body[:-1]
-                fed.append(1)  # what came before is read
+                fed.append(1)  # the first part has been read
                 await feed.wait()
                 yield body[-1:]
 
@@ -302,7 +302,7 @@ async def test_what_is_exactly_as_large_as_its_bound_is_served() -> None:
 
 
 class Visitor:
-    """A client that speaks ASGI, and leaves when told."""
+    """An ASGI client that disconnects when `leave` is called."""
 
     def __init__(self, world: World, body: bytes, path: str = COMPLETIONS) -> None:
         self.sent: list[Message] = []
@@ -343,7 +343,7 @@ async def test_who_has_left_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> N
     async with World(script, max_model_len=1 << 20) as world:
         visitors = [Visitor(world, b'{"prompt":"%b"}' % (b"x" * size)) for size in (5001, 5002, 5003, 5004)]
         queue = world.gateway._threads._work_queue
-        await eventually(lambda: len(begun) == 2 and queue.qsize() == 2)  # two threads are at work, the others wait
+        await eventually(lambda: len(begun) == 2 and queue.qsize() == 2)  # two threads are busy, the other two wait
         visitors[2].leave()
         async with asyncio.timeout(SOON_S):
             await visitors[2].task
@@ -375,7 +375,7 @@ async def test_who_leaves_while_encoded_is_encoded_no_further(monkeypatch: pytes
         gate.set()
         await world.gateway.in_thread(MIB, lambda: None)
         assert (await world.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
-    assert len(pieces) == 2  # the second is the other request's
+    assert len(pieces) == 2  # the second belongs to the other request
     assert len(world.engine.jobs) == 1
 
 
@@ -385,10 +385,10 @@ async def test_a_server_that_stops_ends_the_requests_of_those_who_leave_too() ->
         visitor = Visitor(world, b'{"prompt":"a"}')
         await eventually(lambda: world.engine.jobs)
         visitor.leave()
-        await turns()  # its departure is on the way
+        await turns()  # the disconnect has not been processed yet
         visitor.task.cancel()
         async with asyncio.timeout(SOON_S):
-            await visitor.task  # the border ends it silently: the server has closed the connection
+            await visitor.task  # the middleware ends it without an answer: the server has closed the connection
         await eventually(lambda: world.engine.aborted)
         assert visitor.sent == []
 
@@ -506,7 +506,7 @@ async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_m
     async with World(answer("a"), max_model_len=10_000) as world:
         with Memory() as memory, pytest.raises(ContextTooLong):
             await world.gateway.begin(ask)
-    assert memory.peak_bytes < 8 << 20, "it was written whole"  # whose indents alone are 24 MB
+    assert memory.peak_bytes < 8 << 20, "the whole schema was rendered"  # its indentation alone is 24 MB
 
 
 def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:

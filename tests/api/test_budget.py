@@ -1,4 +1,4 @@
-"""One number of connections for all listeners of a process, and who makes room for a new one."""
+"""One limit on connections for all listeners of a process, and which connections are closed for a new one."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ async def clock() -> AsyncIterator[FakeClock]:
 
 
 class Watched(Connections):
-    """Connections of which a test knows how many have come."""
+    """Connections that count how many were opened."""
 
     come = 0
 
@@ -42,14 +42,14 @@ class Watched(Connections):
 
 
 class Crowd:
-    """Clients that a test holds open."""
+    """Clients whose connections a test holds open."""
 
     def __init__(self, connections: Watched) -> None:
         self._connections = connections
         self.clients: list[Client] = []
 
     async def grow(self, count: int, port: int) -> list[Client]:
-        """Open so many more, one after the other."""
+        """Open `count` more, one after the other."""
         for _ in range(count):
             come = self._connections.come
             self.clients.append(Client(port))
@@ -100,7 +100,7 @@ async def test_connections_that_owe_a_body_make_room(clock: FakeClock, connectio
         await eventually(lambda: app.begun == 20)
         with Client(port) as client:
             assert (await client.say(GET).until(b"hello")).startswith(b"HTTP/1.1 200")
-        await eventually(lambda: app.left == 1)  # whoever served the one that made room is told
+        await eventually(lambda: app.left == 1)  # the app of the closed connection receives http.disconnect
         assert crowd.open() == crowd.clients[1:]
 
 
@@ -139,7 +139,7 @@ async def test_a_request_that_is_whole_makes_no_room(clock: FakeClock, connectio
 async def test_who_has_given_way_is_not_counted_again(connections: Watched) -> None:
     class One:
         def give_way(self) -> None:
-            connections.owes(self)  # it reads what had arrived before
+            connections.owes(self)  # it reads data that had arrived before
 
     for _ in range(30):
         one = One()
@@ -149,7 +149,7 @@ async def test_who_has_given_way_is_not_counted_again(connections: Watched) -> N
 
 
 class Full(socket.socket):
-    """Has no descriptor for a connection."""
+    """A listener without a file descriptor for a connection."""
 
     tried = 0
 
@@ -171,12 +171,12 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on(
                 listener.open()
                 await eventually(lambda: at.tried == 1)
             await turns(20)
-            assert at.tried == 1, "it tries again without a pause"
+            assert at.tried == 1, "it retries without a pause"
             assert "Too many open files" in caplog.text
             clock.advance(PAUSE_S)
             await eventually(lambda: at.tried == 2)
             listener.close()
             clock.advance(PAUSE_S)
             await turns(20)
-            assert at.tried == 2, "it listens after its end"
+            assert at.tried == 2, "it accepts after its end"
     assert not taken

@@ -48,7 +48,7 @@ async def test_an_answer_comes_whole() -> None:
     assert (whole.object, whole.model) == ("chat.completion", MODEL)
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello there", "stop")
     assert choice.message.reasoning_content == "the user greets"
-    assert not hasattr(choice.message, "reasoning"), "it is sent once"
+    assert not hasattr(choice.message, "reasoning"), "the thinking is sent in one field only"
     assert choice.message.tool_calls is None
     usage = whole.usage
     assert usage.prompt_tokens == len(world.engine.jobs[0].tokens)
@@ -101,7 +101,7 @@ async def test_drafts_are_told_in_the_usage_streamed_or_not() -> None:
     async with World(answer("abcdef")) as world:
         plain = await ask(world)
     details = whole.usage.completion_tokens_details
-    # Per choice, deltas of 3, 3 and 2 tokens, each the end of 3 drafts that were verified.
+    # Per choice, deltas of 3, 3 and 2 tokens, each the end of 3 draft tokens that were verified.
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2 * 5, 2 * 4)
     assert stream[-1].usage == whole.usage
     details = plain.usage.completion_tokens_details
@@ -160,7 +160,7 @@ async def test_logprobs_cover_every_token_streamed_or_not() -> None:
     content = whole.choices[0].logprobs.content
     said = [entry for chunk in stream for c in chunk.choices if c.logprobs for entry in c.logprobs.content or ()]
     assert said == content
-    # All that was generated but the stop id; characters of several tokens come as bytes.
+    # All generated tokens except the stop token; characters of several tokens come as bytes.
     assert bytes(byte for entry in content for byte in entry.bytes).decode() == "</think>héllo"
     assert [len(entry.top_logprobs) for entry in content] == [2] * len(content)
     assert content[-1].top_logprobs[0].token == content[-1].token
@@ -274,7 +274,7 @@ async def test_a_prompt_may_be_as_long_as_the_context_where_it_is_only_scored() 
     assert [job.sampling.max_tokens for job in world.engine.jobs] == [0]
 
 
-# -- calls that nobody allowed
+# -- calls that are not allowed
 
 TEMPTED: list[Any] = [
     *HELLO,
@@ -319,7 +319,7 @@ async def test_stop_strings_are_held_back_until_min_tokens() -> None:
         await world.http.post("/v1/completions", json=most)
     assert whole["choices"][0]["text"] == TOKENIZER.decode_bytes(said[:5]).decode()
     assert whole["usage"]["completion_tokens"] == 6
-    assert begun["choices"][0]["text"] == "", "one that has begun before ends the answer where it ends"
+    assert begun["choices"][0]["text"] == "", "a stop string that began before min_tokens ends the answer where it ends"
     sampling = world.engine.jobs[-1].sampling
     assert sampling.min_tokens == sampling.max_tokens < 9000
 
@@ -339,7 +339,7 @@ async def test_control_tokens_spelled_by_a_user_are_text() -> None:
     async with World(answer("a")) as world:
         await ask(world, messages=[{"role": "user", "content": "<|im_end|>"}])
     (job,) = world.engine.jobs
-    assert job.tokens.count(END) == 2  # the default system message's and the user's own end
+    assert job.tokens.count(END) == 2  # the ends of the default system message and of the user's message
 
 
 async def test_an_unknown_model_is_not_found_and_every_served_name_is() -> None:

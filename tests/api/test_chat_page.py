@@ -1,4 +1,4 @@
-"""The page at /: its files, what they may do, who gets them, and the engine's stream of events."""
+"""The page at /: its files, its content security policy, who may load it, and its parser of the event stream."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_the_page_loads_nothing_but_its_own_files() -> None:
             named = re.findall(r"""(?:src|href|from)\s*=?\s*"([^"#]+)""", given.text)
             assert all(f"/{name.removeprefix('./')}" in FILES or f"/page/{name[2:]}" in FILES for name in named), named
             assert "innerHTML" not in given.text
-            assert not re.search(r"<[^>]* (style|on[a-z]+)=", given.text), "the policy would not let it act"
+            assert not re.search(r"<[^>]* (style|on[a-z]+)=", given.text), "the content security policy would block it"
 
 
 async def test_who_has_a_file_already_is_sent_no_byte_of_it() -> None:

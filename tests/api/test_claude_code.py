@@ -1,6 +1,6 @@
-"""A round trip of Claude Code (2.1.197), as it was recorded against a scripted engine: what it sent, what it got.
+"""A round trip of Claude Code (2.1.197), recorded against a scripted engine: its requests, and the answers.
 
-Its words are not ours: in the record a text is `str[N]`, N its length, and a tool's schema is any object.
+The texts are not published: in the record a text is `str[N]`, N its length, and a tool's schema is any object.
 """
 
 import json
@@ -30,7 +30,7 @@ def anyio_backend() -> str:
 
 
 def filled(value: Any) -> Any:
-    """The record with texts of the lengths that it tells."""
+    """The record with placeholder texts of the recorded lengths."""
     match value:
         case dict():
             return {key: filled(inner) for key, inner in value.items()}
@@ -48,7 +48,7 @@ def script(job: Job) -> Iterator[Delta]:
 
 
 def runs(stream: str) -> list[str]:
-    """The names of a stream's events with what they are about; a run of one kind is told once."""
+    """The names of a stream's events with their types; a run of equal events is listed once."""
     names: list[str] = []
     for line in stream.splitlines():
         if line.startswith("data: "):
@@ -68,7 +68,8 @@ async def test_a_recorded_round_trip_is_served_as_it_was() -> None:
         prompt = TOKENIZER.decode_bytes(world.engine.jobs[-1].tokens).decode()
     assert [answer.status_code for answer in answers] == [200] * len(sent)
     assert [runs(answer.text) for answer in answers] == [line["got"] for line in RECORD if "got" in line]
-    assert f'"model":"{sent[0]["model"]}"' in answers[0].text  # of another name it would send no thinking back
+    # for a different model name it would not send thinking blocks back
+    assert f'"model":"{sent[0]["model"]}"' in answers[0].text
     assert sent[1]["messages"][2]["content"][0]["type"] == "thinking"
     assert "toolu_" not in prompt
     assert all(body["model"].startswith("claude") and body["max_tokens"] == 64_000 for body in sent)

@@ -28,7 +28,7 @@ async def chunks(world: World, **fields: Any) -> list[Any]:
 
 
 def parrot(job: Job) -> list[Delta]:
-    """Says the prompt again, in capitals."""
+    """Repeats the prompt in capitals."""
     text = TOKENIZER.decode_bytes(job.tokens).decode().upper()
     return list(say([*ids(text), END], cached=1)(job))
 
@@ -155,7 +155,7 @@ async def test_a_prompt_that_cannot_be_continued_is_named(prompt: Any, param: st
 
 
 def unsure(text: str) -> Any:
-    """A model that says a text byte by byte, as its last choice: better ones are parts of other characters."""
+    """Generates a text byte by byte, each time its third choice: the two better ones are parts of other characters."""
 
     def script(job: Job) -> Any:
         for place, byte in enumerate((*text.encode(), END)):
@@ -203,7 +203,7 @@ async def test_offsets_point_at_the_text_and_never_beyond(per_delta: int, said: 
     assert scored.text_offset[-1] <= len(whole.text)
     for token, offset in zip(scored.tokens, scored.text_offset, strict=True):
         if token.startswith("bytes:") or (token == "<|im_user|>" and "extra_body" not in fields):
-            continue  # a part of a character; a token without text
+            continue  # a part of a character, or a token without text
         assert whole.text.startswith(token, offset) or token.startswith(whole.text[offset:])
 
 

@@ -1,4 +1,4 @@
-"""What only the connection can bound: heads, trailers, time, how many there are, and clients that do not read."""
+"""Limits of connections: sizes of headers and trailers, timeouts, their number, and clients that do not read."""
 
 import asyncio
 import fcntl
@@ -23,16 +23,16 @@ from tests.clocks import Timers
 from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
-SIOCOUTQ = 0x5411  # linux/sockios.h: bytes that the kernel holds for a socket's peer
+SIOCOUTQ = 0x5411  # linux/sockios.h: unsent and unacknowledged bytes in a socket's send queue
 
 
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
-    return "asyncio", {"use_uvloop": True}  # what is served
+    return "asyncio", {"use_uvloop": True}  # the event loop that `redline serve` uses
 
 
 class App:
-    """Says as many pieces of as many bytes to everyone (one piece at /short), and counts who came and who left."""
+    """Answers `pieces` pieces of `size` bytes (one piece at /short), and counts requests and disconnects."""
 
     def __init__(self, size: int = 2, pieces: int = 1) -> None:
         self._size, self._pieces = size, pieces
@@ -57,7 +57,7 @@ class App:
 
 @asynccontextmanager
 async def serving(app: Any, limits: Limits) -> AsyncIterator[tuple[int, "Serving"]]:
-    """A port, and what serves it."""
+    """A port, and the server that listens on it."""
     server, timers = timed_server(app, limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -85,7 +85,7 @@ class Serving(NamedTuple):
         return connections_of(self.server)
 
     async def only(self) -> Connection:
-        """The one connection, once it is made."""
+        """The only connection, once it is open."""
         await eventually(lambda: self.connections)
         (connection,) = self.connections
         return connection
@@ -109,7 +109,7 @@ async def connect(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asynci
 
 
 async def say(port: int, data: bytes) -> bytes:
-    """All that comes back until the server closes."""
+    """All bytes received until the server closes."""
     async with connect(port) as (reader, writer):
         writer.write(data)
         return await reader.read()
@@ -136,7 +136,7 @@ async def test_trailers_are_bounded_as_headers_are(trailer: bytes) -> None:
     async with serving(App(), Limits(header_bytes=8192)) as (port, _), connect(port) as (reader, writer):
         writer.write(CHUNKED + b"2\r\n{}\r\n0\r\n")
         answered = asyncio.create_task(reader.read())
-        for _ in range((1 << 16) // len(trailer)):  # bytes: eight times as many as there may be
+        for _ in range((1 << 16) // len(trailer)):  # bytes: eight times the limit
             if answered.done():
                 break
             writer.write(trailer)
@@ -168,7 +168,7 @@ async def test_a_head_has_its_time_however_it_drips() -> None:
         connection = await serves.only()
         for count in range(len(head)):
             assert connection in serves.connections
-            serves.timers.advance(8 / len(head))  # the last of it comes too late
+            serves.timers.advance(8 / len(head))  # the last byte arrives after the timeout
             writer.write(head[count : count + 1])
             await eventually(lambda: connection._refused or connection._untold_bytes > count)  # noqa: B023
             assert connection._refused == (count == len(head) - 1)
@@ -178,14 +178,14 @@ async def test_a_head_has_its_time_however_it_drips() -> None:
 
 
 async def test_a_pools_idle_connection_is_kept_until_it_is_used_again() -> None:
-    """Five seconds, uvicorn's own time and httpx's, are a race that clients lose."""
+    """A timeout of five seconds, as in uvicorn and httpx, is a race that clients lose."""
     async with serving(App(), Limits(header_seconds=1)) as (port, serves), connect(port) as (reader, writer):
         connection = await serves.only()
         for _ in range(2):
             writer.write(GET)
             await reader.readuntil(b"xx")
-            serves.timers.advance(90)  # Go's; nginx keeps 60 s, Node and httpx 5 s
-        writer.write(GET[:9])  # what it has begun has a head's time
+            serves.timers.advance(90)  # Go's timeout; nginx keeps 60 s, Node and httpx 5 s
+        writer.write(GET[:9])  # a request that has begun gets the header timeout
         await eventually(lambda: connection._untold_bytes)
         serves.timers.advance(1)
         assert error_of(await reader.read()) == (408, "timeout")
@@ -211,13 +211,13 @@ async def test_a_silent_connection_is_closed_before_and_after_a_request() -> Non
             await reader.readuntil(b"xx")
             connection = await serves.only()
             serves.timers.advance(4)
-            writer.write(b"G")  # buys no other wait, only an answer
+            writer.write(b"G")  # does not extend the timeout, but gets an error answer
             await eventually(lambda: connection._untold_bytes)
             serves.timers.advance(4)
             assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
 
-# ------------------------------------------------------------------------------------------------- what a request is
+# ------------------------------------------------------------------------------------------------- request parsing
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ async def test_a_stream_that_nobody_reads_is_ended_and_its_jobs_aborted() -> Non
 
 
 def later(timers: Timers, seconds: float, condition: Callable[[], bool]) -> Callable[[], bool]:
-    """A condition, asked after so many seconds more each time."""
+    """A condition that first advances the timers by `seconds` each time it is checked."""
 
     def asked_later() -> bool:
         timers.advance(seconds)
@@ -302,7 +302,7 @@ def later(timers: Timers, seconds: float, condition: Callable[[], bool]) -> Call
 
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
 async def test_an_answer_that_nobody_takes_does_not_hold_its_connection(close: bytes) -> None:
-    """In one write of megabytes; in pieces that wait; and with so little left that nothing waits."""
+    """In one write of megabytes; in pieces that wait; and with so few bytes that all are in the kernel's buffer."""
     for app in (App(size=8 << 20), App(size=60_000, pieces=200), App(size=60_000, pieces=5)):
         async with serving(app, Limits(header_seconds=3, idle_seconds=3, write_seconds=3)) as (port, serves):
             unread(port, b"GET / HTTP/1.1\r\n" + HOST + close + b"\r\n")
@@ -322,9 +322,9 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
                 got += len(data)
                 if connection.transport.get_write_buffer_size() < connection._unsent_bytes:
                     times += 1
-                    serves.timers.advance(3)  # it has taken some, and it is looked at whether it has
+                    serves.timers.advance(3)  # the client has read some bytes, and progress is checked
                 if connection._idle and not connection.transport.get_write_buffer_size():
-                    serves.timers.advance(3)  # the answer has left, and no other request comes
+                    serves.timers.advance(3)  # the answer has been sent, and no other request arrives
         assert got > size
         assert times > 4
 
@@ -340,13 +340,14 @@ async def test_what_waits_for_a_client_in_the_kernel_is_bounded() -> None:
         assert unsent + connection.transport.get_write_buffer_size() < 1 << 19
 
 
-# ---------------------------------------------------------------------------------------------------------- how many
+# ---------------------------------------------------------------------------------------------- connection limit
 
 
 async def test_at_the_most_connections_the_longest_silent_one_makes_room() -> None:
     async with serving(App(), Limits(connections=20)) as (port, _):
         silent = [unread(port) for _ in range(60)]
-        assert (await say(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")  # accepted after them all
+        # accepted after all the silent ones
+        assert (await say(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
         async with asyncio.timeout(SOON_S):
             for client in silent[:41]:
                 assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
@@ -382,8 +383,8 @@ def test_there_are_fewer_connections_than_descriptors(monkeypatch: pytest.Monkey
 
 
 async def test_silent_and_unread_connections_hold_up_nobody() -> None:
-    """1,100 that say nothing and 200 that read nothing; the others are served at once."""
-    open_files(8192)  # of clients and server, both in this process
+    """1,100 clients that send nothing and 200 that read nothing; other clients are answered at once."""
+    open_files(8192)  # for clients and server, both in this process
     app = App(size=60_000, pieces=50)
     async with serving(app, Limits()) as (port, serves):
         connections = serves.connections
@@ -401,7 +402,7 @@ async def test_silent_and_unread_connections_hold_up_nobody() -> None:
 async def test_a_server_that_ends_waits_for_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not for one whose client does not read, nor for one that does not look whether its client is there."""
+    """Neither for a client that does not read, nor for a handler that does not check for disconnects."""
 
     async def encode_for_ever(*_: object) -> None:
         await asyncio.Event().wait()
@@ -414,7 +415,8 @@ async def test_a_server_that_ends_waits_for_no_request(
                 await eventually(lambda at=connection: at.cycle)
                 assert connection.cycle.keep_alive
                 serves.server.should_exit = True
-                await eventually(lambda at=connection: not at.cycle.keep_alive)  # it waits for the answer to end
+                # the server waits for the answer to end
+                await eventually(lambda at=connection: not at.cycle.keep_alive)
                 serves.server.abort()
                 await eventually(lambda state=serves.server.server_state: not state.tasks)
             monkeypatch.setattr(world.gateway, "begin", encode_for_ever)
@@ -446,7 +448,8 @@ async def test_of_a_crowd_a_few_requests_are_begun_at_a_turn_of_the_loop():
         counting.cancel()
         for link in links:
             link.close()
-    assert max(begun.count(at) for at in set(begun)) <= 2 * (READS // REQUEST + 1)  # two shares may meet in one turn
+    # two shares may fall into one iteration
+    assert max(begun.count(at) for at in set(begun)) <= 2 * (READS // REQUEST + 1)
 
 
 async def test_the_app_is_told_of_a_body_when_it_is_whole_or_has_grown_by_much():
@@ -474,7 +477,7 @@ async def test_the_app_is_told_of_a_body_when_it_is_whole_or_has_grown_by_much()
 
 
 async def test_a_connection_is_refused_once():
-    """Too many headers, in a piece that is itself too long: there are two reasons, and one answer."""
+    """Too many headers in a piece that is itself too long: there are two reasons for a refusal, and one answer."""
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
     lines = b"".join(b"X-%d: y\r\n" % k for k in range(20_000))

@@ -1,4 +1,4 @@
-"""Random weights give what was asked for, whatever was asked: a sample of `lab.constrained`."""
+"""A model with random weights produces output of every requested format: a sample of `lab.constrained`."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Content that is no plain text, and reasoning that stands among it, as clients and gateways send them."""
+"""Content other than plain text, and reasoning inside content, as clients and gateways send them."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ IMAGES: dict[str, dict[str, Any]] = {
 
 
 def result(path: str, content: list[Any]) -> list[Any]:
-    """A history in which a tool has answered with this content."""
+    """A history in which a tool has returned this content."""
     match path:
         case "/v1/chat/completions":
             call = {"id": "functions.read:0", "function": {"name": "read", "arguments": "{}"}}
@@ -54,7 +54,7 @@ def result(path: str, content: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("path", IMAGES)
 async def test_an_image_in_a_tools_result_is_a_line_in_its_place(path: str) -> None:
-    """It stays in the history: refused, it would end the session."""
+    """It is part of the history: refusing it would make the session unusable."""
     text = {"type": "input_text" if path == RESPONSES else "text", "text": "Read it."}
     prompt = await prompt_of(path, result(path, [text, IMAGES[path]]))
     assert "Read it." in prompt
@@ -148,7 +148,7 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
 def echoed(path: str, answered: dict[str, Any]) -> list[Any]:
-    """The history of the next request, whose arguments were parsed and serialised anew."""
+    """The history of the next request; its arguments were parsed and serialised again."""
     match path:
         case "/v1/chat/completions":
             message = answered["choices"][0]["message"]
@@ -178,7 +178,7 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", TOOLS)
 async def test_the_next_prompt_begins_with_all_that_was_said(path: str) -> None:
-    """So that its pages are found in the cache, whatever the client made of the arguments."""
+    """Its pages are then found in the prefix cache, however the client has rewritten the arguments."""
     asked = {"tools": [TOOLS[path]]} | ({"max_tokens": 200} if path == MESSAGES else {})
     async with World(answer(SAID + END_CALL, thought="" if path == MESSAGES else "hm")) as world:
         first = (await world.http.post(path, json=body(path, [ASKED]) | asked)).json()

@@ -1,4 +1,4 @@
-"""Keys with names and limits, reloading, deadlines, the queue's bounds, draining, the admin routes, what is counted."""
+"""Keys with names and limits, reloading, deadlines, queue limits, draining, the admin routes, and usage counters."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from redline.api import edge as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, KeyLimits, Limits
-from redline.api.edge import LAG_S, LOOK_S, Edge, measure_lag
+from redline.api.edge import LAG_S, LOOK_S, AuthState, measure_lag
 from redline.api.keys import Keyring, read_keys
 from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError
@@ -48,7 +48,7 @@ class Clock:
 
 @pytest.fixture
 async def clock() -> AsyncIterator[FakeClock]:
-    """Of what the package reads, and of this loop's timers."""
+    """The clock of the package, and of this event loop's timers."""
     clock = FakeClock()
     with clock.installed(), clock.drives(asyncio.get_running_loop()):
         yield clock
@@ -107,7 +107,7 @@ def test_a_wrong_line_is_named_and_its_key_is_not(tmp_path: Path, text: str, com
 async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Path, clock: FakeClock) -> None:
     path = keys_file(tmp_path, "alice k1 concurrency=2")
     async with World(answer("a")) as world:
-        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
         app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         following = asyncio.create_task(edge.follow_keys())
@@ -151,11 +151,11 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
 
     def look(self: Keyring) -> tuple[int, int, int]:
         reads.append(threading.current_thread().name)
-        assert answers.wait(120), "as a share whose server is gone"
+        assert answers.wait(120), "like a network share while its server is down"
         return 0, 0, 0
 
     async with World(answer("a")) as world:
-        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
         app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         monkeypatch.setattr(Keyring, "_look", look)
@@ -168,7 +168,7 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
             assert all("keys.txt: not read within" in each for each in said)
             assert (await chat(world, "k1")).status_code == 200, "the previous keys stay in effect"
             edge.reload_soon()
-            assert reads == ["file"], "one reading at a time, in a thread of its own"
+            assert reads == ["file"], "one read at a time, in a separate thread"
             assert caplog.text.count("the previous keys stay in effect until then") == 1
         finally:
             answers.set()
@@ -180,7 +180,7 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
 
 async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "alice k1")
-    edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+    edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
     path.unlink()
     os.mkfifo(path)
     assert "is not a regular file; the previous keys stay in effect" in await edge.reload()
@@ -220,13 +220,13 @@ def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
         account.check_tokens(0)
     assert told.value.retry_s == pytest.approx(60.1)
     with pytest.raises(LimitReached) as told:
-        account.check_tokens(10_000)  # more than a minute gives: once it is full
+        account.check_tokens(10_000)  # more than one minute's limit: it may start once the bucket is full
     assert told.value.retry_s == pytest.approx(120)
     clock.now += 60.1
     account.check_tokens(0)
     account.limit(KeyLimits(tokens_per_minute=600, concurrency=1))
     with pytest.raises(LimitReached):
-        account.check_tokens(100)  # another limit has changed; the debt is not forgotten
+        account.check_tokens(100)  # another limit has changed; the debt is kept
     account.limit(KeyLimits(tokens_per_minute=700))
     account.check_tokens(700)
 
@@ -299,7 +299,7 @@ def test_what_waits_is_told_by_what_was_served_lately() -> None:
     rate.begins()
     clock.now += 1
     rate.served(100)
-    assert rate.per_s == pytest.approx(100), "idle time is not time in which nothing was served"
+    assert rate.per_s == pytest.approx(100), "idle time does not lower the rate"
 
 
 async def test_a_full_queue_says_when_to_come_back() -> None:
@@ -373,12 +373,12 @@ async def test_a_streams_headers_leave_before_its_first_token() -> None:
             assert (await response.aread()).endswith(b"data: [DONE]\n\n")
 
 
-# -- draining, the admin routes, what is told
+# -- draining, the admin routes, the access log
 
 
 async def test_while_it_drains_new_work_is_refused_and_running_answers_end() -> None:
     async with World(answer("a")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         app = create_app(world.gateway, world.config, edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         world.engine.gate.clear()
@@ -403,7 +403,7 @@ async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> Non
     own.write_text("root r1")
     drained: list[bool] = []
     async with World(answer("a"), keys_file=str(path)) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         app = create_app(world.gateway, world.config, edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         assert (await chat(world, "k1")).status_code == 200
@@ -440,7 +440,7 @@ async def test_a_worker_is_replaced_or_the_answer_says_why_not(tmp_path: Path) -
 
     async with World(answer("a")) as world:
         config = ApiConfig(served_model_names=(MODEL,), keys_file=str(own))
-        routes = create_admin_app(world.gateway, Edge(world.config), config, lambda: None, replace)
+        routes = create_admin_app(world.gateway, AuthState(world.config), config, lambda: None, replace)
         transport, ours = httpx2.ASGITransport(routes), {"authorization": "Bearer r1"}
         async with httpx2.AsyncClient(transport=transport, base_url="http://admin", headers=ours) as admin:
             answers = {name: await admin.post(f"/admin/workers/{name}/replace") for name in "abcd"}
@@ -465,7 +465,7 @@ async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pyt
             "workers": [],
         }  # fmt: skip
         assert "secret" not in caplog.text
-        assert world.engine.jobs[0].id.startswith("abc-1."), "what the worker says of a job has the request's id"
+        assert world.engine.jobs[0].id.startswith("abc-1."), "job IDs, which the worker logs, begin with the request ID"
 
 
 async def test_the_loops_lag_is_observed(clock: FakeClock) -> None:

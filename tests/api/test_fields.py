@@ -1,5 +1,4 @@
-"""What foreign clients say besides: each field that was once ignored is served or refused by its name, as the page of
-fields has it."""
+"""Request fields of other servers: each one is supported, ignored or rejected by name, as docs/api.md lists."""
 
 import re
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
-PAGE = (Path(__file__).parents[2] / "docs" / "api_fields.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 GET = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
 
 
@@ -35,11 +34,11 @@ def anyio_backend() -> str:
 
 
 def listed(*sections: str) -> dict[str, str]:
-    """Field -> served, ignored or refused, of the page's tables under these headings."""
+    """Field -> supported, ignored or rejected, of the page's tables under these headings."""
     found: dict[str, str] = {}
     for section in sections:
-        table = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-        for fields, here in re.findall(r"^\| (`.*?) \|[^|]*\| (served|ignored|refused) \|", table, re.MULTILINE):
+        table = PAGE.split(f"\n### {section}\n")[1].split("\n##")[0]
+        for fields, here in re.findall(r"^\| (`.*?) \|[^|]*\| (supported|ignored|rejected) \|", table, re.MULTILINE):
             for field in re.findall(r"`(\w+)`", fields):
                 assert field not in found, field
                 found[field] = here
@@ -50,8 +49,8 @@ def test_the_page_and_the_chat_route_agree() -> None:
     page = listed("Both routes", "Chat completions")
     known = set(dialect._Chat.__struct_fields__)
     refused = {*dialect._Refused.__struct_fields__, "echo"}
-    assert {field for field, here in page.items() if here == "refused"} == refused
-    assert {field for field, here in page.items() if here == "served"} == known - refused
+    assert {field for field, here in page.items() if here == "rejected"} == refused
+    assert {field for field, here in page.items() if here == "supported"} == known - refused
     assert not known & {field for field, here in page.items() if here == "ignored"}
 
 
@@ -59,9 +58,9 @@ def test_the_page_and_the_completions_route_agree() -> None:
     page = listed("Both routes", "Completions")
     known = set(dialect._Completion.__struct_fields__)
     refused = set(dialect._Refused.__struct_fields__)
-    of_chats = {field for field, here in listed("Chat completions").items() if here == "refused"} - {"echo"}
-    assert {field for field, here in page.items() if here == "refused"} | of_chats == refused
-    assert {field for field, here in page.items() if here == "served"} == known - refused
+    of_chats = {field for field, here in listed("Chat completions").items() if here == "rejected"} - {"echo"}
+    assert {field for field, here in page.items() if here == "rejected"} | of_chats == refused
+    assert {field for field, here in page.items() if here == "supported"} == known - refused
     assert not known & {field for field, here in page.items() if here == "ignored"}
 
 
@@ -297,7 +296,7 @@ async def test_the_job_is_aborted_where_its_one_call_ends() -> None:
 
 
 async def thinking_of(**fields: Any) -> Thinking | None:
-    """The bound that the job of a request has."""
+    """The limit on thinking tokens in the job of a request."""
     async with World(answer("a")) as world:
         await ask(world, extra_body=fields)
         grammar = world.engine.jobs[0].sampling.grammar
@@ -355,7 +354,7 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
         pieces = [
             choice for chunk in told for choice in chunk.choices if choice.index == index and choice.delta.content
         ]
-        # Deltas: h m </think> a | b c d e | f g h <|im_end|>, of which two are accepted drafts each.
+        # Deltas: h m </think> a | b c d e | f g h <|im_end|>; in each, two tokens are accepted drafts.
         assert [(piece.delta.content, piece.proposer) for piece in pieces] == [
             ("a", "target"), ("bc", "learned"), ("de", "target"), ("fg", "learned"), ("h", "target")
         ]  # fmt: skip
@@ -370,7 +369,7 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
             assert [len(piece.logprobs.content) for piece in pieces] == [2, 2, 2, 2, 1]
     assert not any(hasattr(choice, "proposer") for chunk in bare for choice in chunk.choices)
     came = [choice.elapsed_ms for chunk in told for choice in chunk.choices if choice.index == 0]
-    assert came == sorted(came), "each is the time at which its tokens came from the engine"
+    assert came == sorted(came), "each is the time at which its tokens arrived from the engine"
     assert came[0] > 0
     assert told[-1].usage == bare[-1].usage, "the counts are the same"
 

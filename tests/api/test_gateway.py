@@ -1,4 +1,4 @@
-"""The gateway alone: workers that come and go, clients that leave, and what is left behind."""
+"""The gateway alone: workers that start and go down, clients that disconnect, and the state afterwards."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Preempted, Resumed
-from redline.wire.handoff import Gone, Prefill
+from redline.wire.handoff import Prefill, WorkerDown
 from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
-from redline.wire.news import Beat, Cached, Knock, Load, Missed, Ready, Recall, Role
+from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer
 from tests.clocks import FakeClock
@@ -54,7 +54,7 @@ async def test_without_time_to_resume_a_lost_worker_ends_what_it_ran() -> None:
 
 
 def resuming(job: Job) -> list[Delta]:
-    """Six tokens, of which a worker that goes on with the job gives those that are missing."""
+    """Six tokens; a worker that resumes the job sends only those that are missing."""
     said = [Delta(job=job.id, tokens=(65 + n,), finish="length" if n == 5 else None, cached_tokens=7) for n in range(6)]
     return said[len(job.answer) :]
 
@@ -71,12 +71,14 @@ async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_
             for n in range(3):
                 world.gateway.deliver(world.link, Delta(job=id, tokens=(65 + n,), cached_tokens=3))
             world.gateway.lose(world.link, "gone")
-            world.gateway.deliver(world.link, Delta(job=id, tokens=(68,)))  # of the lost one: nobody reads it
+            world.gateway.deliver(world.link, Delta(job=id, tokens=(68,)))  # from the worker that is down: ignored
             other = FakeEngine(resuming)
             other.serve(world.gateway, epoch=2)
             assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
         (job,) = other.jobs
-        assert (job.id, job.answer) == (f"{id}.1", (65, 66, 67)), "what is said of the job as it was is nobody's"
+        assert (job.id, job.answer) == (f"{id}.1", (65, 66, 67)), (
+            "late messages about the job under its old ID are ignored"
+        )
         assert (
             world.metrics.registry.get_sample_value("redline:jobs_moved_total", {"model_name": MODEL, "engine": "0"})
             == 1
@@ -140,7 +142,7 @@ async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
         assert world.gateway.links.start_s == 300.0
         now = 301.0
         world.gateway.deliver(slow, ready)
-        assert world.gateway.links.start_s == 300.0, "said again"
+        assert world.gateway.links.start_s == 300.0, "a repeated Ready does not count"
         world.gateway.lose(slow, "gone")
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
             world.gateway.lose(world.link, "gone")
@@ -168,11 +170,11 @@ async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> No
         assert expected_s(begun[0]) > 0, "two answers have pages"
         world.gateway.deliver(world.link, Delta(job=third, noted=(lost,)))
         world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
-        assert expected_s(begun[1]) == 0, "nobody has any"
+        assert expected_s(begun[1]) == 0, "no answer has pages"
         again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
         world.gateway.deliver(world.link, Delta(job=first, tokens=(66,), noted=(again,)))
         world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
-        assert expected_s(begun[1]) > 0, "the first has its own again"
+        assert expected_s(begun[1]) > 0, "the first has its pages again"
         for generation in begun:
             generation.close()
 
@@ -194,11 +196,11 @@ async def test_a_job_that_waited_for_a_worker_has_less_left_of_what_its_first_to
             assert first is not None
             assert moved is not None
             assert (first, moved) == (pytest.approx(60_000), pytest.approx(60_000 - 50))
-            assert begun is None, "it has come"
+            assert begun is None, "the first token was sent already"
 
 
 async def test_a_job_that_ends_every_worker_ends_itself() -> None:
-    """It may be the reason why they end."""
+    """The job may be the reason for their failure."""
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         link = world.link
@@ -229,7 +231,9 @@ async def test_a_worker_that_answers_no_more_ends_what_it_writes_and_what_is_lef
             assert [lane.link for lane in lanes] == [world.link, second, world.link]
             world.gateway.deliver(world.link, Delta(job=lanes[0].job.id, tokens=(65,)))
             world.gateway.turn(world.link, "prefill")
-            assert [lane.link for lane in lanes] == [world.link, second, second], "what has not begun moves at once"
+            assert [lane.link for lane in lanes] == [world.link, second, second], (
+                "a job without output is requeued at once"
+            )
             assert world.engine.aborted == {lanes[2].id}
             world.gateway.look()
             now = STAY_S - 0.1
@@ -287,20 +291,20 @@ async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None
         other = FakeEngine(resuming)
         second = other.serve(world.gateway, name="other")
         for link in (world.link, second):
-            world.gateway.deliver(link, Beat())
+            world.gateway.deliver(link, Heartbeat())
         world.engine.gate.clear()
         other.gate.clear()
         with await world.gateway.begin(text_ask()) as first, await world.gateway.begin(text_ask()) as last:
-            assert (len(world.engine.jobs), len(other.jobs)) == (1, 1), "each goes to the one with less to do"
+            assert (len(world.engine.jobs), len(other.jobs)) == (1, 1), "each job goes to the worker with fewer jobs"
             now = MOVE_S + 0.1
             world.gateway.look()
-            assert len(other.jobs) == 1, "this process may have been held up itself"
+            assert len(other.jobs) == 1, "this process may have been stalled itself"
             world.gateway.look()
-            assert len(other.jobs) == 1, "all are silent: nobody would be better"
-            world.gateway.deliver(second, Beat())
+            assert len(other.jobs) == 1, "all are silent: no worker is a better choice"
+            world.gateway.deliver(second, Heartbeat())
             world.gateway.look()
             assert [job.id for job in other.jobs] == [each.lanes[0].job.id for each in (last, first)]
-            assert world.engine.aborted == {first.lanes[0].id}, "should it ever go on"
+            assert world.engine.aborted == {first.lanes[0].id}, "in case the worker continues"
             assert second.jobs == 2
 
 
@@ -308,21 +312,21 @@ READY = Ready(max_model_len=4096, pages=1000, fingerprint="tiny", summary="", ar
 
 
 class Heard:
-    """A worker that only hears: what it has been told."""
+    """A worker that only records the messages sent to it."""
 
     def __init__(self, gateway: Gateway, name: str, role: Role = "both") -> None:
-        """It has a heart, and is ready at once."""
+        """It sends one heartbeat, and is ready at once."""
         self.told: list[Wire] = []
         self.link = gateway.join(name, self, role)
         gateway.deliver(self.link, READY)
-        gateway.deliver(self.link, Beat())
+        gateway.deliver(self.link, Heartbeat())
 
     def put(self, message: Wire) -> None:
         self.told.append(message)
 
     @property
     def jobs(self) -> list[JobId]:
-        """Of the jobs that it has been sent, whatever it is to do with them."""
+        """The IDs of the jobs sent to it, for prefill or decode."""
         sent = (message.job if isinstance(message, Prefill) else message for message in self.told)
         return [message.id for message in sent if isinstance(message, Job)]
 
@@ -332,7 +336,7 @@ class Heard:
 
 
 async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_however_often() -> None:
-    """Of tokens that do not come nobody would know but by the gap; and no job is to blame for a link."""
+    """Lost deltas can only be detected by the gap in message numbers; and a faulty link is not blamed on a job."""
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "gone")
@@ -345,7 +349,7 @@ async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_
                 gateway.deliver(a.link, Missed(messages=2))
                 assert a.aborted[-1] == a.jobs[-2]
                 assert a.jobs[-1] == f"{id}.{moves}"
-                assert Gone(worker="a", epoch=1) in b.told, "what it was to hand over, or to take, is lost too"
+                assert WorkerDown(worker="a", epoch=1) in b.told, "KV transfers from and to it are lost too"
             gateway.deliver(a.link, Delta(job=id, tokens=(99,)))
             again = next(message for message in reversed(a.told) if isinstance(message, Job))
             assert again.answer == (65,)
@@ -360,7 +364,7 @@ async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
 
 
 async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() -> None:
-    """Its beats come, but nothing that it is told arrives; a step that runs is no silence."""
+    """Its heartbeats arrive, but messages to it do not; a worker that runs a long step is not silent."""
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         gateway = world.gateway
@@ -375,14 +379,14 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
                 for _ in range(round(seconds / LOOK_S)):
                     now += LOOK_S
                     for each in (a, b):
-                        gateway.deliver(each.link, Beat(turn_s=turn_s))
+                        gateway.deliver(each.link, Heartbeat(turn_s=turn_s))
                     gateway.look()
                     turn_s += LOOK_S if turn_s else 0.0
 
             pass_time(3.0, turn_s=LOOK_S)
-            assert len(b.jobs) == 0, "it is in a step"
-            knock = next(message for message in reversed(a.told) if isinstance(message, Knock))
-            gateway.deliver(a.link, Beat(knock=knock.number))
+            assert len(b.jobs) == 0, "it runs a step"
+            knock = next(message for message in reversed(a.told) if isinstance(message, Ping))
+            gateway.deliver(a.link, Heartbeat(knock=knock.number))
             pass_time(MOVE_S - LOOK_S, turn_s=0.0)
             assert len(b.jobs) == 0
             pass_time(3 * LOOK_S, turn_s=0.0)
@@ -393,7 +397,7 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
 async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
-        world.gateway.deliver(world.link, Beat())
+        world.gateway.deliver(world.link, Heartbeat())
         world.gateway.look()
         now += SILENT_S + 1
         with await world.gateway.begin(text_ask()):
@@ -404,7 +408,7 @@ async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> 
         for _ in range(30):
             now += LOOK_S
             world.gateway.look()
-        with pytest.raises(Overloaded, match="not been heard of"):
+        with pytest.raises(Overloaded, match="has not responded"):
             await world.gateway.begin(text_ask())
 
 
@@ -431,28 +435,28 @@ async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_eve
             b = Heard(gateway, "b")
             gateway.deliver(a.link, Delta(job=lane.id, tokens=(65,)))
             now = MOVE_S + 0.1
-            gateway.deliver(b.link, Beat())
+            gateway.deliver(b.link, Heartbeat())
             gateway.look()
             gateway.look()
             assert lane.link is b.link, "a is silent"
             assert a.aborted == [lane.id]
             gateway.deliver(b.link, Delta(job=lane.job.id, tokens=(66,)))
-            gateway.deliver(a.link, Beat())
+            gateway.deliver(a.link, Heartbeat())
             gateway.lose(b.link, "killed")
-            assert lane.link is a.link, "it goes on, and has the job again"
+            assert lane.link is a.link, "a continues, and gets the job again"
             gateway.deliver(a.link, Delta(job=lane.id, tokens=(66,)))
             gateway.deliver(a.link, Delta(job=lane.id, finish="aborted"))
             assert lane.answer == [65, 66]
-            assert gateway.load == 1, "the stream goes on"
+            assert gateway.load == 1, "the stream continues"
             gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(67,)))
             assert lane.answer == [65, 66, 67]
         assert a.jobs == [lane.id, f"{lane.id}.2"]
         assert b.jobs == [f"{lane.id}.1"]
-        assert a.aborted == [lane.id, f"{lane.id}.2"], "the client leaves: the job is aborted under its newest name"
+        assert a.aborted == [lane.id, f"{lane.id}.2"], "the client disconnects: the job is aborted under its newest ID"
 
 
 async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_moves() -> None:
-    """So a late word of one worker to another is about nobody's."""
+    """A late message from one worker to another then matches no job."""
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
@@ -466,7 +470,7 @@ async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_m
                 gateway.deliver(worker.link, Delta(job=lane.job.id, finish="error", error="it ends", fault="lost"))
             gateway.lose(worker.link, "it ends")
         assert {lane.link for lane in lanes} == {workers[2].link}
-        assert len(computes.jobs) == 6 + sum(lane.moves for lane in lanes), "each is computed anew"
+        assert len(computes.jobs) == 6 + sum(lane.moves for lane in lanes), "each prompt is prefilled again"
         for worker in (*workers, computes):
             assert len(set(worker.jobs)) == len(worker.jobs), worker.link.name
         for generation in generations:
@@ -516,7 +520,7 @@ async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() 
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
-            generation.lanes[0].blamed = MOST_MOVES  # it has met the ends of other workers than the second has
+            generation.lanes[0].blamed = MOST_MOVES  # it has been requeued after more worker failures than the second
             other = Heard(world.gateway, "other")
             world.gateway.lose(world.link, "gone")
             assert world.gateway.load == 0
@@ -584,7 +588,7 @@ async def test_a_client_that_leaves_with_its_connection_full_aborts_its_job() ->
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
             full.set()
-            await asyncio.Event().wait()  # nobody reads
+            await asyncio.Event().wait()  # the client does not read
 
     async with World(say([65] * 1000)) as world:
         headers = [(b"content-type", b"application/json")]
@@ -600,7 +604,7 @@ async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()):
-            pass  # the client leaves
+            pass  # the client disconnects
         with await world.gateway.begin(text_ask()) as generation:
             world.gateway.deliver(world.link, Delta(job=generation.lanes[0].job.id, finish="aborted"))
         exposed = world.metrics.expose().decode()
@@ -683,7 +687,7 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
                 pass
         assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
         salts.clear()
-        await world.gateway.encode(prompt, "messages", 4096)  # to count its tokens, for bob
+        await world.gateway.encode(prompt, "messages", 4096)  # for bob, to count its tokens
     assert set(salts) == {"bob\n"}
 
 
@@ -692,7 +696,7 @@ def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
 
 
 async def test_what_a_worker_sends_after_it_was_lost_is_taken_for_nothing() -> None:
-    """A spare that drains sends its last messages after it was ended: they raised KeyError, which ended its reading."""
+    """A draining spare sends its last messages after its removal: they raised KeyError, which ended the reader."""
     async with World(answer("a")) as world:
         world.gateway.lose(world.link, "it is not wanted for now")
         last = Load(**{field.name: 0 for field in msgspec.structs.fields(Load) if field.required})
@@ -709,20 +713,20 @@ async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None
             (lane,) = first.lanes
             assert lane.link is a.link
             with await gateway.begin(text_ask("the end " * 200)) as beside:
-                assert beside.lanes[0].link is a.link, "it is about to have all of these pages"
+                assert beside.lanes[0].link is a.link, "a is about to have all of these pages"
             with await gateway.begin(text_ask("another " * 200)) as other:
                 assert other.lanes[0].link is b.link
             gateway.deliver(b.link, cached(1, *lane.job.pages, whole=True))
             gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(65,)))
         with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as second:
-            assert second.lanes[0].link is b.link, "a has said nothing of them"
+            assert second.lanes[0].link is b.link, "a has not reported them"
         gateway.deliver(b.link, Cached(number=2, removed=lane.job.pages[:1]))
         gateway.deliver(a.link, cached(1, *lane.job.pages, whole=True))
         with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as third:
-            assert third.lanes[0].link is a.link, "b has lost the first, and the others are of no use"
+            assert third.lanes[0].link is a.link, "b has evicted the first page, so the others are of no use"
         gateway.deliver(a.link, cached(3))
         gateway.deliver(a.link, cached(4))
-        assert [message for message in a.told if isinstance(message, Recall)] == [Recall()], "2 was missed"
+        assert [message for message in a.told if isinstance(message, Recall)] == [Recall()], "message 2 was missed"
         gateway.lose(a.link, "killed")
         assert len(gateway.links.index) == len(lane.job.pages) - 1
 

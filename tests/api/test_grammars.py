@@ -1,4 +1,4 @@
-"""Grammars before their jobs are admitted: what can be used, what is refused in which words, what it may cost."""
+"""Grammars before their jobs are admitted: supported ones, refused ones with their messages, and their cost."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ def anyio_backend() -> str:
 
 @asynccontextmanager
 async def opened(*, apart: bool = False, **limits: Any) -> AsyncIterator[Grammars]:
-    """apart: grammars are tried in processes of their own, as a server has it; else in this one."""
+    """apart: compile grammars in separate processes, as a server does; otherwise in this process."""
     grammars = Grammars(tokenizer(), Limits(**{"grammar_seconds": 600.0, **limits}))
     if not apart:
         grammars.trials._children = [Here(tokenizer()), Here(tokenizer())]
@@ -63,7 +63,7 @@ def process_of(grammars: Grammars) -> asyncio.subprocess.Process | None:
 
 
 async def killed(grammars: Grammars) -> None:
-    """The first process ends, and nobody has told the other side."""
+    """Kill the first process; its parent has not noticed yet."""
     process = process_of(grammars)
     assert process is not None
     process.kill()
@@ -131,7 +131,7 @@ OPTIONAL = {"type": "object", "properties": {f"key {n}": {"type": "string"} for 
 
 @pytest.mark.parametrize("text", [AMBIGUOUS, f"start: %json {json.dumps(OPTIONAL)}"], ids=["ambiguous", "properties"])
 def test_a_trial_follows_a_grammar_beyond_its_first_mask(text: str, monkeypatch: pytest.MonkeyPatch):
-    """With a tiny vocabulary masks have few items, so the bound is lower here."""
+    """With a tiny vocabulary masks have few items, so the limit is lower here."""
     monkeypatch.setattr("redline.clock.thread_time", FakeClock())
     tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
     trial = Trial(text=text)
@@ -165,7 +165,7 @@ def test_a_trial_takes_no_more_time_than_an_answer_has():
 
 
 async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():
-    """The first is stopped, so that it answers nothing."""
+    """The first process is stopped, so it does not answer."""
     child, trial = GrammarProcess(tokenizer(), Limits()), Trial(text='start: "a"')
     with FakeClock().drives(asyncio.get_running_loop()) as clock:
         try:
@@ -205,14 +205,14 @@ async def test_a_process_that_has_ended_since_its_last_trial_refuses_nothing():
 
 
 async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_once():
-    """It may have ended of something else than this grammar, so the refusal is not kept."""
+    """The process may have ended for another reason, so the refusal is not cached."""
     async with opened(apart=True) as grammars:
         assert await grammar_of(grammars, schema({})) is not None
         process = process_of(grammars)
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         asked = asyncio.create_task(grammar_of(grammars, schema({"type": "string"})))
-        await turns(100)  # the trial is on its way, and is not answered
+        await turns(100)  # the trial has been sent, and is not answered
         process.kill()
         with pytest.raises(RequestError, match="memory"):
             await asked
@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_during_its_trial_costs_no_process_and_its_ve
         with pytest.raises(RequestError, match="Invalid type"):
             await grammar_of(grammars, schema({"type": "nothing"}))
         assert process_of(grammars) is process
-        assert len(grammars._verdicts) == 4  # the last one and its part
+        assert len(grammars._verdicts) == 4  # the last grammar and its part
 
 
 async def test_of_a_tool_that_is_not_strict_what_cannot_be_followed_is_left_out():
@@ -308,7 +308,7 @@ def _schemas_of(grammar: Grammar) -> dict[str, Any]:
 
 
 def takes(grammar: Grammar | None, text: str) -> bool:
-    """Whether an answer, or the arguments of the first tool, may be this."""
+    """Whether the text is accepted as an answer, or as the arguments of the first tool."""
     assert grammar is not None
     matcher = LLMatcher(grammar_tokens(tokenizer()), grammar.text, log_level=0, limits=parser_limits())
     ids = list(tokenizer().encode(text))
@@ -386,7 +386,7 @@ async def test_a_function_without_parameters_takes_none_in_every_dialect():
                 assert begun.compute_ff_tokens()[0] == tokenizer().encode("{")[0]
                 assert begun.validate_tokens(list(tokenizer().encode("{}"))) == 2
                 assert begun.validate_tokens(list(tokenizer().encode('{"'))) == 1
-        for parameters in ({}, {"type": "object"}):  # any object is within these, as JSON Schema has it
+        for parameters in ({}, {"type": "object"}):  # JSON Schema allows any object for these
             for conversation in _bodies(parameters=parameters).values():
                 grammar = await grammar_of(grammars, conversation, mode="required")
                 assert grammar is not None
@@ -394,7 +394,7 @@ async def test_a_function_without_parameters_takes_none_in_every_dialect():
 
 
 def _until_arguments(grammar: Grammar) -> LLMatcher:
-    """A matcher of a call of the only tool, where its arguments begin."""
+    """A matcher of a call of the only tool, advanced to the start of the arguments."""
     matcher = LLMatcher(grammar_tokens(tokenizer()), grammar.text, log_level=0, limits=parser_limits())
     marks = map(SPECIAL, ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"))
     name = tokenizer().encode("functions.now:0")
@@ -531,11 +531,11 @@ def test_the_old_names_are_refused_with_the_new_ones(field: str):
 
 
 LATE: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y", "maxLength": 3}}}
-HUGE: dict[str, Any] = {"anyOf": [{}] * 50_001}  # more schemas than are read
+HUGE: dict[str, Any] = {"anyOf": [{}] * 50_001}  # more schemas than the parser accepts
 
 
 def _counted(grammars: Grammars, patch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of trials from now on."""
+    """The kinds of the trials from now on."""
     tried: list[str] = []
     verdict = grammars.trials.verdict
 
@@ -578,9 +578,9 @@ async def test_of_many_tools_the_one_that_cannot_be_followed_is_found_in_few_tri
         assert len(tried) < 30
         again = len(tried)
         assert await grammar_of(grammars, asked) == given
-        assert len(tried) == again, "all of it is known"
+        assert len(tried) == again, "all verdicts are cached"
         assert await grammar_of(grammars, tools(many[3], Tool(name="g", parameters=LATE))) is not None
-        assert len(tried) - again <= 2, "what is followed instead is known beside other tools too"
+        assert len(tried) - again <= 2, "the replacement grammar is also cached when other tools are present"
 
 
 async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest_take_any_object(
@@ -598,7 +598,7 @@ async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest
 
 @pytest.mark.parametrize("part", ["grammar", "schemas"])
 async def test_an_error_names_no_field_that_was_not_tried_alone(part: str, monkeypatch: pytest.MonkeyPatch):
-    """Where trials end before the one that cannot be followed is found, the strict tools are tried together."""
+    """If the trials run out before the unsupported one is found, the strict tools are tried together."""
     monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 3)
     bad = [
         {"properties": {"a": {"pattern": f"(?={n})y"}}} if part == "grammar" else {"anyOf": [{}] * 11_000}
@@ -616,7 +616,7 @@ async def test_an_error_names_no_field_that_was_not_tried_alone(part: str, monke
                 *loose[2:],
             ),
         )
-        assert given is not None, "no strict tool is refused for another's fault"
+        assert given is not None, "no strict tool is refused because of another one"
         assert _schemas_of(given)["arguments1"]["properties"] == {"n": {"type": "integer"}}
         strict = [msgspec.structs.replace(tool, strict=True) for tool in loose[9:15]]
         with pytest.raises(RequestError, match=r"one of tools\[\d+\], tools\[\d+\].* fails to compile: .") as refused:
@@ -634,7 +634,7 @@ async def test_a_schema_that_was_not_tried_alone_is_followed_in_the_next_request
     async with opened() as grammars:
         given = await grammar_of(grammars, tools(*bad, Tool(name="g", parameters=sound)))
         assert given is not None
-        assert "arguments15" not in _schemas_of(given), "it takes any object here, as others do"
+        assert "arguments15" not in _schemas_of(given), "it accepts any object in this request, like the others"
         given = await grammar_of(grammars, tools(Tool(name="g", parameters=sound)))
         assert given is not None
         assert _schemas_of(given)["arguments0"]["properties"] == {"n": {"type": "integer"}}

@@ -1,4 +1,4 @@
-"""A client that ends its side after a whole request gets its answer; one that has left is noticed all the same."""
+"""A client that half-closes after a whole request gets its answer; one that has disconnected is still noticed."""
 
 import asyncio
 import socket
@@ -65,7 +65,7 @@ async def test_a_half_closed_client_gets_its_whole_answer(how: str, clock: FakeC
         with await connect(port, how, tls) as client:
             client.say(HELD)
             end(client, how)
-            assert await client.until(CONTINUE) == CONTINUE  # the end was seen, and nobody has left
+            assert await client.until(CONTINUE) == CONTINUE  # the half-close was noticed, and is not a disconnect
             app.gate.set()
             got = await client.rest()
     head, body = got.removeprefix(CONTINUE).split(b"\r\n\r\n")
@@ -107,7 +107,7 @@ async def test_a_half_closed_client_of_http_1_0_gets_its_whole_stream_unframed(c
             await client.until(b'"content":"a')
             world.engine.gate.clear()
             client.end()
-            await client.until(b"\n\n:\n\n")  # a comment, as it is
+            await client.until(b"\n\n:\n\n")  # a comment, unframed
             world.engine.gate.set()
             got = await client.rest()
     assert b"transfer-encoding" not in got
@@ -147,7 +147,7 @@ async def test_a_reset_is_noticed_at_once(clock: FakeClock) -> None:
 
 @pytest.mark.parametrize("anyio_backend", [ASYNCIO], ids=["asyncio"])
 async def test_who_closes_after_half_closing_is_noticed_by_the_next_probe(clock: FakeClock) -> None:
-    """Its system sends nothing then: FIN has been sent already."""
+    """Its system sends nothing on close: FIN has been sent already."""
     app = Hello()
     async with serving(app, Limits(), clock) as (port, server):
         with Client(port) as client:

@@ -1,4 +1,4 @@
-"""A stream that was silent for a while sends what its dialect's clients pass over."""
+"""A stream that was silent for a while sends keepalives, which the clients of its dialect ignore."""
 
 import asyncio
 import json
@@ -41,13 +41,13 @@ async def clock() -> AsyncIterator[FakeClock]:
 
 @pytest.fixture(params=[True, False], ids=["poured", "by the task"])
 def poured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams are written in both ways."""
+    """Streams are written in both ways: directly, and by the request's task."""
     if not request.param:
         monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
 
 
 class Stream:
-    """A streamed answer of a `World` whose engine says nothing by itself."""
+    """A streamed answer of a `World`; its engine sends nothing by itself."""
 
     def __init__(self, world: World, port: int, clock: FakeClock, path: str, **fields: Any) -> None:
         self._world, self._clock = world, clock
@@ -59,7 +59,7 @@ class Stream:
         self.client.say(head + HOST + b"content-length: %d\r\n\r\n" % len(data) + data)
 
     async def begun(self) -> None:
-        """The head has come."""
+        """Wait until the head has arrived."""
         await eventually(lambda: self._world.engine.jobs)
         await turns(20)
         self._clock.advance(REFUSAL_S)
@@ -68,24 +68,24 @@ class Stream:
         self.count = self.kept
 
     async def passes(self, seconds: float) -> None:
-        """Let `seconds` pass, and what is due be done."""
+        """Let `seconds` pass, and run what is due."""
         self._clock.advance(seconds)
         await turns(20)
 
     async def come(self, text: str) -> None:
-        """The tokens of `text` come, and what they show is written."""
+        """Deliver the tokens of `text`, and wait until their output is written."""
         job = self._world.engine.jobs[0].id
         self._world.gateway.take(self._world.link, [Delta(job=job, tokens=(token,)) for token in ids(text)])
         await turns(20)
 
     @property
     def kept(self) -> int:
-        """How many keepalives have come."""
+        """The number of keepalives received."""
         return self.client.look().count(self.keepalive)
 
     @property
     def came(self) -> int:
-        """How many of them since the head."""
+        """The number of keepalives received since the head."""
         return self.kept - self.count
 
 
@@ -102,7 +102,7 @@ class Served(NamedTuple):
     world: World
     port: int
     clock: FakeClock
-    streams: list[Stream]  # that have begun
+    streams: list[Stream]  # those that have begun
 
     async def begin(self, path: str, **fields: Any) -> Stream:
         stream = Stream(self.world, self.port, self.clock, path, **fields)

@@ -1,4 +1,4 @@
-"""What vLLM's Grafana dashboard asks for, and what the numbers mean."""
+"""The series that vLLM's Grafana dashboard queries, and their values."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ from tests.clocks import FakeClock
 
 pytestmark = pytest.mark.anyio
 
-# The series of the panels of vLLM's dashboard, and of those that its users add.
+# The series used by the panels of vLLM's dashboard, and by those that its users add.
 ASKED = """
     e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
     prompt_tokens_total generation_tokens_total
@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 
 
 def values(text: bytes) -> dict[str, float]:
-    """The series without labels but `le` and `engine`'s presence checked: name[,le] -> value."""
+    """The series by name[,le], without other labels; checks that `engine` and `model_name` are present."""
     found: dict[str, float] = {}
     for line in text.decode().splitlines():
         if match := re.fullmatch(r"vllm:(\w+)\{(.*)\} (\S+)", line):
@@ -92,7 +92,7 @@ async def test_the_times_of_a_job_add_up() -> None:
     clock = FakeClock()
 
     def script(job: Job) -> Any:
-        clock.advance(0.06)  # of which it says that it waited for half
+        clock.advance(0.06)  # the worker reports half of it as queue time
         yield Delta(job=job.id, tokens=tuple(ids("</think>a")), queued_s=0.03)
         clock.advance(0.04)
         yield Delta(job=job.id, tokens=(END,), finish="stop")
@@ -139,13 +139,13 @@ def test_step_sizes_add_up_over_workers() -> None:
 
 
 def test_a_worker_that_is_started_again_counts_anew_however_many_steps_its_first_news_has() -> None:
-    """Its last start had ended early: what it counted may be less now, or more, than what was told then."""
+    """Its last start had ended early: its counters may be lower now, or higher, than the last reported ones."""
     metrics = Metrics(MODEL)
     told = (1, 0.75), (2, 0.5)
     sums = [StepTimes(kind="decode", steps=steps, seconds=1.0, floor_s=floor_s) for steps, floor_s in told]
     for epoch, one in enumerate(sums, 1):
         metrics.load(msgspec.structs.replace(load(10 * epoch), step_times=(one,)), "worker", epoch)
-    metrics.load(msgspec.structs.replace(load(11), step_times=sums[:1]), "worker", 1)  # it comes late
+    metrics.load(msgspec.structs.replace(load(11), step_times=sums[:1]), "worker", 1)  # a late message
     text = metrics.expose().decode()
     assert re.search(r"^redline:timed_steps_total\{.*\} 3.0$", text, re.MULTILINE), text
     assert re.search(r"^redline:step_floor_seconds_total\{.*\} 1.25$", text, re.MULTILINE), text
@@ -165,7 +165,7 @@ def test_what_a_start_of_a_worker_reports_after_it_has_ended_moves_no_gauge() ->
     assert found() == [3, 0.25, 2]
     metrics.lost("worker", 1)
     metrics.load(msgspec.structs.replace(busy, steps=6), "worker", 1)
-    assert found() == [0, 0, 0], "it comes late"
+    assert found() == [0, 0, 0], "a late message changes no gauge"
     metrics.load(busy, "worker", 2)
     assert found() == [3, 0.25, 2]
 
@@ -187,7 +187,7 @@ async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:
 
 
 def own(text: bytes, name: str) -> dict[str, float]:
-    """Of a series of ours, by engine."""
+    """A `redline:` series by engine."""
     found = re.findall(rf'^redline:{name}\{{engine="(\d)",model_name="{MODEL}"\}} (\S+)$', text.decode(), re.MULTILINE)
     return {engine: float(value) for engine, value in found}
 

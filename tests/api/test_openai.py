@@ -1,4 +1,4 @@
-"""Reading requests: every bound, and every complaint with the field that it is about."""
+"""Parsing of requests: every limit, and every error with the field that caused it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The document of the routes: it names every route and field, and every answer is as it says."""
+"""The OpenAPI document: it contains every route and field, and every answer matches it."""
 
 import json
 from pathlib import Path

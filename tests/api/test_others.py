@@ -1,4 +1,4 @@
-"""What one replica of the API makes of what the others have under way: bounds, quotas, choices, and one /metrics."""
+"""How an API replica accounts for the load of other replicas: limits, quotas, placement, and one /metrics."""
 
 import re
 
@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redline.api.config import KeyLimits, Limits
 from redline.api.metrics import Metrics, OwnMetrics
 from redline.api.quota import Account, LimitReached
-from redline.api.summed import Summed, packed
+from redline.api.summed import MetricsAggregator, packed
 from redline.errors import Overloaded
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import JobId
@@ -59,7 +59,7 @@ async def test_what_other_replicas_have_sent_to_a_worker_counts_where_one_is_cho
         assert route.instead[0].queue_tokens == 5000
         assert route.instead[0].answers == 3
         gateway.hear(Use(replica="b.1", roster=2, workers=(AtWorker("worker", epoch=9, jobs=3, tokens=5000),)))
-        assert gateway.links.candidate(chosen, job, {}).queue == 0, "that is another start of it"
+        assert gateway.links.candidate(chosen, job, {}).queue == 0, "the report is about another start of the worker"
 
 
 async def test_a_job_says_which_replica_has_sent_it_and_no_two_have_one_id() -> None:
@@ -78,7 +78,7 @@ async def test_a_worker_whose_first_words_to_a_replica_are_lost_is_not_lost_for_
         world.gateway.replica = "replica-0.1"
         link = world.gateway.join("other", FakeEngine(answer("a")), "both")
         world.gateway.deliver(link, Missed(messages=1))
-        assert link.lost is None, "it says so again"
+        assert link.lost is None, "it sends them again"
 
 
 async def test_a_worker_that_is_lost_may_say_again_that_it_is_ready_and_is_lost_still() -> None:
@@ -88,14 +88,14 @@ async def test_a_worker_that_is_lost_may_say_again_that_it_is_ready_and_is_lost_
         world.gateway.lose(link, "the server is stopping")
         world.gateway.deliver(link, ready)
         assert (link.ready, link.lost) == (None, "the server is stopping")
-        await world.gateway.follow(link, MemoryChannel())  # ends at once: nothing more of it is read
+        await world.gateway.follow(link, MemoryChannel())  # ends at once: none of its messages are read any more
 
 
 # ---------------------------------------------------------------------------------------------------------- quotas
 
 
 class Names:
-    """One name's account at two replicas, which tell one another."""
+    """The accounts of one key at two replicas, which exchange their use."""
 
     def __init__(self, limits: KeyLimits) -> None:
         self.now = 0.0
@@ -117,7 +117,7 @@ def test_tokens_that_were_used_at_one_replica_are_missing_at_the_other() -> None
         names.here.charge(100)
         names.there.charge(50)
         names.tell()
-        names.tell()  # the same again is nothing new
+        names.tell()  # a repeated report changes nothing
     assert names.here.left() == names.there.left() == {"tokens_per_minute": 0.0}
     with pytest.raises(LimitReached):
         names.there.check_tokens(1)
@@ -140,7 +140,7 @@ def test_requests_that_run_at_one_replica_count_at_the_other_until_it_ends() -> 
 def test_a_replica_that_begins_has_no_more_left_than_the_others() -> None:
     names = Names(KeyLimits(tokens_per_day=1000))
     names.here.charge(5000)
-    names.now += 86400.0 * 4.5  # it has used much, and got much back
+    names.now += 86400.0 * 4.5  # it has used much, and most of it has expired
     names.tell()
     assert names.here.left() == names.there.left() == {"tokens_per_day": 500.0}
 
@@ -149,7 +149,7 @@ def test_a_replica_that_begins_has_no_more_left_than_the_others() -> None:
 
 
 def lines(text: bytes, name: str) -> dict[str, float]:
-    """The samples whose names begin so."""
+    """The samples with names that begin with `name`."""
     found = (line.rpartition(" ") for line in text.decode().splitlines() if line.startswith(name))
     return {series: float(number) for series, _, number in found}
 
@@ -165,7 +165,7 @@ def registry(counted: float, now: float, took_s: float) -> CollectorRegistry:
 
 
 def test_a_scrape_is_the_sum_over_all_and_what_was_counted_stays() -> None:
-    summed = Summed()
+    summed = MetricsAggregator()
     summed.told("a", packed(registry(5, 2, 0.5)))
     summed.told("b", packed(registry(7, 1, 1.5)))
     text = summed.expose()
@@ -202,7 +202,7 @@ def test_a_replica_counts_its_own_requests_and_not_what_workers_tell_everybody()
         each.role("worker", "prefill")
         each.promised("default", 500, None)
         each.asked(1, 5)
-    summed = Summed()
+    summed = MetricsAggregator()
     for name, each in zip(("supervisor", "a", "b"), (supervisor, *replicas), strict=True):
         summed.told(name, packed(each.registry))
     text = summed.expose()
@@ -213,7 +213,9 @@ def test_a_replica_counts_its_own_requests_and_not_what_workers_tell_everybody()
     assert lines(text, "vllm:request_params_n_count") == {'vllm:request_params_n_count{engine="0",model_name="m"}': 3}
     roles = {name: number for name, number in lines(text, "redline:worker_role").items() if number}
     assert roles == {'redline:worker_role{engine="0",model_name="m",role="prefill"}': 1}
-    assert list(lines(text, "redline:sla_target_seconds").values()) == [0.5], "and not the sum"
+    assert list(lines(text, "redline:sla_target_seconds").values()) == [0.5], "a target is not summed"
     own = supervisor.expose()
     names = re.compile(rb"^# TYPE (\S+) \S+$", re.MULTILINE)
-    assert set(names.findall(text)) == set(names.findall(own)), "a scrape has the series of a server of one process"
+    assert set(names.findall(text)) == set(names.findall(own)), (
+        "a scrape has the same series as that of a server with one process"
+    )

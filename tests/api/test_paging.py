@@ -1,4 +1,4 @@
-"""A page of a list, as a query asks for it."""
+"""A page of a list, as selected by a query."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Streams are written in the turn in which their tokens come, with the same bytes as through the app's own `send`."""
+"""Streams are written in the loop iteration that delivers their tokens, with the same bytes as by the app's `send`."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ import pytest
 
 from redline.api.ask import Ask
 from redline.api.gateway import Batch, Generation
-from redline.api.pour import Pours
+from redline.api.pour import StreamFlusher
 from redline.api.server import Connection
 from redline.errors import RequestError, WorkerLost
 from redline.wire.delta import Delta
@@ -27,7 +27,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 class Client:
-    """A connection: what was written to it, as long as it takes anything."""
+    """A connection that records the bytes written to it, and stops accepting on request."""
 
     def __init__(self) -> None:
         self.taken: list[bytes] = []
@@ -44,7 +44,7 @@ def tokens_of(batches: list[Batch]) -> bytes:
 
 
 class Pouring:
-    """An answer that is being poured, past its first token."""
+    """An answer that is written directly, past its first token."""
 
     def __init__(self, world: World, generation: Generation, client: Client) -> None:
         self.generation, self.client = generation, client
@@ -52,7 +52,7 @@ class Pouring:
         self.pour: Callable[[], Any] = lambda: asyncio.create_task(generation.pour(tokens_of))
 
     def come(self, *choices: int, **how: Any) -> Delta:
-        """A token for each of these choices."""
+        """Deliver a token for each of these choices."""
         deltas = [Delta(job=self.generation.lanes[choice].job.id, tokens=(0x61,), **how) for choice in choices]
         self.world.gateway.take(self.world.link, deltas)
         return deltas[-1]
@@ -159,7 +159,7 @@ async def test_a_turn_flushes_once_however_often_it_is_told() -> None:
         def flush(self) -> None:
             flushed.append(1)
 
-    pours = Pours()
+    pours = StreamFlusher()
     pours.add(Stream())
     pours.soon()
     pours.flush()
@@ -169,7 +169,7 @@ async def test_a_turn_flushes_once_however_often_it_is_told() -> None:
 
 
 async def raw_stream(address: str) -> bytes:
-    """All bytes of a streamed answer, but for what differs from one to the next."""
+    """All bytes of a streamed answer, without the parts that differ between answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(address))
     writer.write(asked(header=b"connection: close\r\n"))
     data = await reader.read()

@@ -1,4 +1,4 @@
-"""A profile, taken in the API's process: one at a time, within its bounds."""
+"""Recording a profile in the API process: one at a time, within its limits."""
 
 import asyncio
 import gzip
@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from redline.api.errors import Refusal
-from redline.api.passage import Passage, Passages
+from redline.api.passage import Passages, RequestSpan
 from redline.api.profile import Profiler
 from tests.clocks import FakeClock
 from tests.waiting import turns
@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 async def clock() -> AsyncIterator[FakeClock]:
-    """Of what the package reads, and of this loop's timers."""
+    """The clock of the package, and of this event loop's timers."""
     clock = FakeClock()
     with clock.installed(), clock.drives(asyncio.get_running_loop()):
         yield clock
@@ -44,7 +44,7 @@ async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock
     first = asyncio.create_task(profiler.take(5))
     await turns()
     assert await refused(profiler, 5) == 409
-    ended, open_one = Passage("a", "GET", "/live"), Passage("b", "GET", "/health")
+    ended, open_one = RequestSpan("a", "GET", "/live"), RequestSpan("b", "GET", "/health")
     passages.begin(ended)
     passages.begin(open_one)
     ended.did("read", ended.began)

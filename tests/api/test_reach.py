@@ -1,4 +1,4 @@
-"""How foreign clients and machines reach the server: routes they ask for, pages elsewhere, and bodies as they come."""
+"""Compatibility with other clients and machines: the routes that they use, pages elsewhere, encoded bodies."""
 
 import asyncio
 import codecs
@@ -151,7 +151,7 @@ async def test_what_is_no_origin_is_the_operators_error(origin: str) -> None:
             pass
 
 
-# -- bodies as they come
+# -- encodings of bodies
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,8 @@ async def test_a_gzip_body_is_bounded_as_it_unpacks() -> None:
             *(world.http.post(CHAT, content=packed, headers=headers) for _ in range(3))
         )
         assert sorted(response.status_code for response in together) == [200, 503, 503]
-        assert (await world.http.post(CHAT, content=packed, headers=headers)).status_code == 200  # all is given back
+        # the bytes are released after each request
+        assert (await world.http.post(CHAT, content=packed, headers=headers)).status_code == 200
 
 
 # -- the queue

@@ -1,4 +1,4 @@
-"""Bugs that other servers shipped for this family, by their numbers in our list: what a client would see of each.
+"""Bugs that other servers shipped for this model family, by their numbers in our list: the client's view of each.
 
 Rules of the parser and of the template have tests of their own (tests/chat); here every number is one request.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's Responses through the official client, whole and streamed, over a scripted engine; and what is kept."""
+"""OpenAI's Responses through the official client, whole and streamed, over a scripted engine; and stored responses."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ CLOCK: dict[str, Any] = {
         {"type": "function", "name": "get"},
     ],
 }
-CALLED = (  # as the model calls a function of that namespace
+CALLED = (  # a call of the namespace's function as the model writes it
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.mcp__clock__now:0<|tool_call_argument_begin|>"
     "{}<|tool_call_end|><|tool_calls_section_end|>"
 )
@@ -152,7 +152,7 @@ async def test_every_event_comes_in_its_order_and_is_numbered() -> None:
 
 @pytest.mark.parametrize("newline", ["\n", "\r", "\r\n"], ids=repr)
 async def test_what_a_client_has_laid_out_in_lines_is_repeated_within_one(newline: str) -> None:
-    """Everything that an answer repeats of its request, with text that would read as fields of an event stream."""
+    """All fields of the request that the answer repeats, with text that would parse as fields of an event stream."""
     framing = "event: response.completed\ndata: {}\n\n"
     asked: dict[str, Any] = {
         "input": [{"role": "user", "content": framing}],
@@ -184,7 +184,7 @@ async def test_a_tool_round_trip_gives_the_model_its_own_words() -> None:
             for index, call in enumerate(first.output[2:])
         ]
         items = [item.model_dump(exclude_none=True) for item in first.output]
-        items[0].pop("content")  # a client that sends back only what is sealed
+        items[0].pop("content")  # a client that only sends encrypted_content back
         await ask(world, tools=[TOOL], input=[{"role": "user", "content": "hello"}, *items, *outputs])
         prompt = TOKENIZER.decode_bytes(world.engine.jobs[1].tokens).decode()
     assert "<think>which city?</think>let me see" + CALLS in prompt
@@ -205,7 +205,7 @@ async def test_an_answer_that_was_cut_is_incomplete() -> None:
 async def test_a_job_that_fails_says_so_in_the_stream() -> None:
     def fails(job: Any) -> Any:
         yield Delta(job=job.id, tokens=tuple(ids("</think>a")))
-        world.engine.gate.clear()  # so that the first token has left
+        world.engine.gate.clear()  # so that the first token is sent before the error
         asyncio.get_running_loop().call_later(0.05, world.engine.gate.set)
         yield Delta(job=job.id, finish="error", error="no", fault="failed")
 
@@ -328,7 +328,7 @@ async def test_what_one_process_has_kept_another_finds(tmp_path: Path) -> None:
 
 
 async def test_every_answer_that_says_it_is_kept_is_found_at_once(tmp_path: Path) -> None:
-    """More at a time than wait to be written anywhere, whole and streamed."""
+    """More concurrent responses than the queue of writes holds, whole and streamed."""
     async with World(answer("a"), responses_file=str(tmp_path / "kept")) as world:
         whole = await asyncio.gather(*(ask(world) for _ in range(150)))
         streams = await asyncio.gather(*(events(world) for _ in range(150)))
@@ -398,7 +398,7 @@ def test_the_file_and_those_beside_it_are_their_owners_alone_from_the_first_byte
         return {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
 
     def connects(path: Path) -> sqlite3.Connection:
-        assert modes() == {"kept": 0o600}, "before SQLite has it"
+        assert modes() == {"kept": 0o600}, "before SQLite opens it"
         return connect(path)
 
     with monkeypatch.context() as patched:
@@ -415,7 +415,7 @@ def test_the_file_and_those_beside_it_are_their_owners_alone_from_the_first_byte
 
 
 def test_what_is_kept_is_counted_and_not_read_at_each_write(tmp_path: Path) -> None:
-    """A write takes as many steps of SQLite's machine beside 300 responses as beside 3: rows are not gone through."""
+    """A write takes the same number of SQLite VM steps with 300 responses as with 3: it does not scan rows."""
 
     def steps(rows: int) -> int:
         store = ResponseStore(tmp_path / f"{rows}", StoreLimits(rows=rows))

@@ -1,4 +1,4 @@
-"""What RFC 9110 and 9112 say of a request's head, over a socket; and one shape of all errors."""
+"""RFC 9110 and 9112 on the head of a request, over a socket; and one shape for all errors."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline.api.admin import create_admin_app
 from redline.api.config import ApiConfig, Limits
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.head import check_head, is_without_version
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.api.world import World, answer
@@ -121,7 +121,7 @@ async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
     text = "hello the <|tool_calls_section_begin|> and é"
     async with World(answer(text)) as world, serving(world.app, Limits(), clock) as (port, _):
         with Client(port) as old, Client(port) as new:
-            # A client of HTTP/1.0 knows no 100 Continue either.
+            # A client of HTTP/1.0 does not understand 100 Continue either.
             asked = posted(path, body, b"1.0", b"connection: keep-alive\r\nexpect: 100-continue\r\n")
             head, _, streamed = (await old.say(asked).rest()).partition(b"\r\n\r\n")
             chunked = await new.say(posted(path, body, b"1.1", b"connection: close\r\n")).rest()
@@ -134,7 +134,7 @@ async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
 
 
 def events(stream: bytes) -> list[bytes]:
-    """The blocks of a whole stream, without what differs from one to the next."""
+    """The blocks of a whole stream, without the parts that differ between answers."""
     assert stream.endswith(b"\n\n")
     return re.sub(rb"[0-9a-f]{32}|\"created(_at)?\":\d+", b"", stream).split(b"\n\n")
 
@@ -158,7 +158,7 @@ async def test_any_body_of_unknown_length_ends_an_http_1_0_connection(clock: Fak
     async with serving(Parts(), Limits(), clock) as (port, _):
         for method, path, body in ((b"GET", b"/200", b"hello"), (b"HEAD", b"/200", b""), (b"GET", b"/204", b"")):
             with Client(port) as client:
-                # The second request is not read: nothing follows a body that ends with the connection.
+                # The second request is not read: nothing can follow a body that ends with the connection.
                 got = await client.say((b"%b %b HTTP/1.0\r\n\r\n" % (method, path)) * 2).rest()
             head, _, came = got.partition(b"\r\n\r\n")
             assert came == body
@@ -197,7 +197,7 @@ def test_an_absolute_uri_of_the_host_is_its_path(target: bytes, host: bytes, pat
 def test_an_absolute_uri_names_the_host_where_nothing_else_does() -> None:
     headers: list[tuple[bytes, bytes]] = []
     assert check_head("1.0", b"GET", b"http://evil:8000/live", headers) == b"/live"
-    assert headers == [(b"host", b"evil:8000")]  # so that it is checked as any other
+    assert headers == [(b"host", b"evil:8000")]  # so that it is checked like any other host
 
 
 def test_a_line_is_without_a_version_only_once_it_is_whole() -> None:
@@ -245,7 +245,7 @@ async def test_errors_of_admin_routes_have_the_shape_of_the_apis(
             return "it is the last worker that answers"
 
         admin = create_admin_app(
-            world.gateway, Edge(world.config), ApiConfig(served_model_names=("m",)), lambda: None, turn=turn
+            world.gateway, AuthState(world.config), ApiConfig(served_model_names=("m",)), lambda: None, turn=turn
         )
         headers = {"content-type": "application/json"}
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(admin), base_url="http://localhost") as http:
@@ -274,7 +274,7 @@ async def test_trailers_are_no_headers_of_the_request(clock: FakeClock) -> None:
 
 
 async def test_what_follows_a_request_does_not_end_its_answer(clock: FakeClock) -> None:
-    """A Content-Length that is too short by some bytes, which arrive by themselves and have no HTTP version."""
+    """The Content-Length is too short by some bytes, which arrive later and are not a request with a version."""
     app = Hello()
     async with serving(app, Limits(), clock) as (port, _):
         with Client(port) as client:

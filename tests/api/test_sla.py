@@ -1,4 +1,4 @@
-"""What requests are promised, and which have had it."""
+"""SLO targets of requests, and their attainment."""
 
 import math
 from pathlib import Path
@@ -32,9 +32,10 @@ def anyio_backend() -> str:
         (Took(1.0, 0.5, 0.03), "stop", (True, True)),
         (Took(1.0, 0.501, 0.03), "length", (False, True)),
         (Took(1.0, 0.1, 0.031), "stop", (True, False)),
-        (Took(9.0, 0.1, None), "stop", (True, True)),  # of one token
+        (Took(9.0, 0.1, None), "stop", (True, True)),  # an answer of one token
         (Took(0.1, 0.05, 0.01), "error", (False, False)),
-        (Took(0.4, None, None), "aborted", None),  # nobody knows when it would have come
+        # aborted before the target: whether it would have been met is unknown
+        (Took(0.4, None, None), "aborted", None),
         (Took(0.6, None, None), "aborted", (False, True)),
         (Took(0.6, 0.2, 0.05), "aborted", (True, False)),
     ],
@@ -73,7 +74,7 @@ def test_a_class_without_targets_has_those_of_the_default_and_without_any_nothin
     assert sample(sla="default", ttft="met", itl="met") == 1
     assert sample(sla="default", ttft="missed", itl="met") == 1
     assert sample(sla="default", ttft="missed", itl="missed") == 1
-    assert sample(sla="batch", ttft="missed", itl="met") == 0, "a series from the start"
+    assert sample(sla="batch", ttft="missed", itl="met") == 0, "the series exists from the start"
     none = Attainment({}, metrics)
     none.ended("default", Took(1.0, 0.1, 0.01), "stop")
     assert none.told() == {}
@@ -102,7 +103,7 @@ async def test_a_request_counts_in_the_class_of_its_key_and_its_job_says_when_it
         for name in ("alice", "bob", None):
             await asked(name)
         told = world.gateway.attainment.told()
-    assert left_ms[0] < 0.001, "some of it is over when it is sent"
+    assert left_ms[0] < 0.001, "part of the target has passed when the job is sent"
     assert all(0 < left <= 500 for left in left_ms[1:])
     assert (told["quick"]["requests"], told["quick"]["ttft_met"]) == (1, 0)
     assert (told["default"]["requests"], told["default"]["both_met"]) == (2, 2)

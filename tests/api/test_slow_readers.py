@@ -1,4 +1,4 @@
-"""Answers whose clients take nothing give their pages to others, and go on when they are taken again."""
+"""Answers to clients that do not read release their pages to others, and resume when the clients read again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +14,7 @@ from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
-LENGTH = 2400  # tokens: several times what lies between a worker and a client that takes nothing
+LENGTH = 2400  # tokens: several times the number buffered between a worker and a client that does not read
 WHOLE = "".join(chr(ord("a") + at % 26) for at in range(LENGTH - 1))
 TOKENS = ids(f"</think>{WHOLE}")
 
@@ -31,7 +31,7 @@ async def clock() -> AsyncIterator[FakeClock]:
 
 
 def letters(job: Job) -> Iterator[Delta]:
-    """The alphabet again and again, behind what has come of the answer before."""
+    """The alphabet over and over, continued after the tokens already generated."""
     for at in range(len(job.answer), LENGTH):
         yield Delta(job=job.id, tokens=(TOKENS[at],), finish="length" if at + 1 == LENGTH else None)
 
@@ -53,7 +53,7 @@ async def test_an_answer_that_nobody_takes_pauses_and_goes_on_where_it_was(clock
             await turns(50)
             assert world.engine.sent < LENGTH // 2
             assert world.engine.aborted == {job.id}
-            assert len(world.engine.jobs) == 1, "it went on, and nobody has taken anything"
+            assert len(world.engine.jobs) == 1, "it was resumed although the client has read nothing"
             await client.until(b"[DONE]")
             assert said(client.got) == WHOLE
         later = [len(job.answer) for job in world.engine.jobs[1:]]
@@ -94,7 +94,7 @@ async def test_a_client_that_reads_is_never_paused(clock: FakeClock) -> None:
 
 
 async def test_an_event_loop_that_was_held_up_pauses_nobody(clock: FakeClock) -> None:
-    """All that came meanwhile arrives at once."""
+    """The tokens generated during the stall arrive at once."""
 
     def burst(job: Job) -> Iterator[Delta]:
         yield Delta(job=job.id, tokens=tuple(TOKENS[:2]))

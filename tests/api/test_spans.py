@@ -1,4 +1,4 @@
-"""Spans of requests: what they are children of, what lies in them, and that none are made unless asked for."""
+"""Spans of requests: their parents, their order, and that none are made unless configured."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from redline.api.app import create_app
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.spans import Spans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer
@@ -28,10 +28,10 @@ def anyio_backend() -> str:
 
 
 async def spans_of(path: str, body: object, headers: Mapping[str, str], status: int) -> list[ReadableSpan]:
-    """The spans of one request, the request's own at the end; a GET beside it gives none."""
+    """The spans of one request, the request's own last; a GET of /live adds none."""
     exporter = InMemorySpanExporter()
     async with World(answer("Four.")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         spans = Spans(SimpleSpanProcessor(exporter))
         edge.passages.watchers.append(spans)
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
@@ -75,7 +75,7 @@ async def test_a_caller_that_records_nothing_is_heard_and_rubbish_begins_a_trace
     *_, refused = await spans_of("/v1/chat/completions", {"messages": 3}, {"traceparent": "rubbish"}, 400)
     assert refused.parent is None
     assert (refused.attributes or {})["http.response.status_code"] == 400
-    assert refused.status.status_code.name == "UNSET", "the mistake is the client's"
+    assert refused.status.status_code.name == "UNSET", "a client error does not mark the span as failed"
 
 
 async def test_a_span_that_cannot_be_made_costs_no_answer(caplog: pytest.LogCaptureFixture):
@@ -87,7 +87,7 @@ async def test_a_span_that_cannot_be_made_costs_no_answer(caplog: pytest.LogCapt
             raise RuntimeError("no")
 
     async with World(answer("Four.")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         edge.passages.watchers.append(Spans(Raises(Broken())))
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
         async with httpx2.AsyncClient(transport=transport, base_url="http://redline") as client:

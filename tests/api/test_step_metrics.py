@@ -1,4 +1,4 @@
-"""Series of steps beside their floors count on from what a worker told before."""
+"""Series of step times and their floors continue from the worker's previous totals."""
 
 import pytest
 from msgspec.structs import replace

@@ -1,14 +1,14 @@
-"""What became of requests: kept for the newest alone, and in little."""
+"""Traces of requests: kept only for the newest ones, in little memory."""
 
 import gc
 import io
 
 from rich.console import Console
 
-from redline.api.stories import MOST_JOBS, MOST_PAUSES, Stories, Story
+from redline.api.stories import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
 from redline.cli.explain import show
 from redline.route.choose import Candidate, predict
-from redline.route.links import Link, Route
+from redline.route.links import Route, WorkerHandle
 from redline.route.pace import Pace
 from redline.route.resume import GoesOn
 from redline.wire.channel import MemoryChannel
@@ -17,14 +17,14 @@ from redline.wire.job import JobId
 from tests.clocks import FakeClock
 
 
-def begun() -> Story:
-    one = Story(0, 100, 1.0)
+def begun() -> RequestTrace:
+    one = RequestTrace(0, 100, 1.0)
     here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
-    one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
+    one.goes(Route(WorkerHandle("a", MemoryChannel()), None, here, (there,)), "")
     return one
 
 
-def story() -> Story:
+def story() -> RequestTrace:
     one = begun()
     one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), 2.0)
     for _ in range(MOST_PAUSES + 4):
@@ -38,7 +38,7 @@ def story() -> Story:
 
 
 def test_only_the_newest_are_kept_also_where_a_client_names_all_its_requests_alike() -> None:
-    stories = Stories()
+    stories = RequestTraces()
     for number in range(MOST_JOBS + 10):
         stories.begin(str(number), [story()])
     assert not stories.of("9")
@@ -53,11 +53,11 @@ def test_only_the_newest_are_kept_also_where_a_client_names_all_its_requests_ali
 
 def test_no_collection_walks_through_what_is_kept() -> None:
     def tracked() -> int:
-        for _ in range(4):  # each leaves out the tuples whose parts the one before has left out
+        for _ in range(4):  # each collection untracks the tuples that contain those untracked by the previous one
             gc.collect()
         return len(gc.get_objects())
 
-    stories = Stories()
+    stories = RequestTraces()
     stories.begin("first", [story()])
     before = tracked()
     for number in range(500):
@@ -80,7 +80,7 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
 
     one.comes(Delta(job=JobId("-"), tokens=(1,)), 2.0)
     assert preempted(1).count("it has not") == 1
-    assert preempted(5).count("it resumed on another worker") == 1, "its worker ended, and another took it from there"
+    assert preempted(5).count("it resumed on another worker") == 1, "its worker went down, and another one resumed it"
     one.ends("length", 9, 3.0)
     assert said().count("it resumed on another worker") == 2
 
@@ -102,7 +102,7 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
     assert (last["worker"], last["by"], last["after_tokens"], last["again_expected_tokens"]) == ("a", "b", 1, 30)
     assert (last["wait_expected_s"], last["again_expected_s"]) == (0.5, 0.25)
     assert (last["again_tokens"], last["waited_s"], last["paused_s"]) == (26, 0.4, 0.6)
-    assert (before["again_tokens"], before["paused_s"]) == (None, None), "it was pre-empted again before its next token"
+    assert (before["again_tokens"], before["paused_s"]) == (None, None), "it was preempted again before its next token"
     assert told["brought"] == {
         "host_tokens": 64, "disk_tokens": 0, "read_s": 0.1, "read_expected_s": 0.2, "compute_expected_s": None,
     }  # fmt: skip
@@ -114,12 +114,12 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
 def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:
     lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
     with FakeClock().installed() as now:
-        one = Story(0, 100, now())
+        one = RequestTrace(0, 100, now())
         now.advance(5.0)
         one.notes(lost, JobId("a"))
         one.notes(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))
     (paused,) = one.told()["paused"]
-    assert (paused["at_s"], paused["paused_s"]) == (2.0, 3.0), "not when it was told"
+    assert (paused["at_s"], paused["paused_s"]) == (2.0, 3.0), "the time of the preemption, not of the message"
 
 
 def test_redline_explain_prints_them() -> None:

@@ -1,4 +1,4 @@
-"""Series of the memory below the prefix cache count on from what a worker told before."""
+"""Series of the KV offload tiers continue from the worker's previous totals."""
 
 import pytest
 from prometheus_client import CollectorRegistry

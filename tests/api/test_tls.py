@@ -1,4 +1,4 @@
-"""TLS: counted and bounded from the first byte, and the same HTTP above it."""
+"""TLS: connections are counted and limited from the first byte, and carry the same HTTP."""
 
 import asyncio
 import ssl
@@ -82,7 +82,7 @@ async def test_after_the_handshake_a_head_is_owed_anew(clock: FakeClock, tls: Gi
             (connection,) = await eventually(lambda: list(server.server_state.connections))
             clock.advance(9)
             await client.shake()
-            await eventually(lambda: connection.flow)  # its handshake is done
+            await eventually(lambda: connection.flow)  # the handshake is done
             client.say(GET[:9])
             clock.advance(9)
             await turns(20)
@@ -133,7 +133,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def test_megabytes_travel_both_ways(clock: FakeClock, tls: Given) -> None:
-    """More than is read in one turn, and more than the kernel takes."""
+    """More than one iteration reads, and more than the kernel buffers."""
     files, context = tls
     body = bytes(range(256)) * (SIZE // 256)
     async with serving(echo, Limits(), clock, files) as (port, _):

@@ -1,4 +1,4 @@
-"""Whose grammar is tried when: keys take turns, large ones never fill both children, slow keys wait behind others."""
+"""The order of grammar trials: keys take turns, large grammars never fill both children, slow keys wait."""
 
 import asyncio
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ def clock() -> Iterator[FakeClock]:
 
 
 class Child:
-    """Answers when a test says what."""
+    """A child process that answers when the test sets the answer."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []  # of trials, in their order
+        self.texts: list[str] = []  # the texts of the trials, in order
         self.kills = 0
         self._answer: asyncio.Future[Verdict] | None = None
 
@@ -46,7 +46,7 @@ class Child:
             self._answer = None
 
     async def answer(self, outcome: Verdict | Exception = Verdict()) -> None:  # noqa: B008
-        assert self._answer is not None, "it has been asked"
+        assert self._answer is not None, "a trial is waiting"
         if isinstance(outcome, Exception):
             self._answer.set_exception(outcome)
         else:
@@ -92,7 +92,7 @@ async def test_a_small_grammar_does_not_wait_for_large_ones_of_the_same_key():
     assert (world.any.texts, world.small.texts) == (["large 0"], ["small"])
     await world.small.answer(Verdict(text="x"))
     assert (await small).text == "x"
-    assert world.small.texts == ["small"], "large ones are not for it"
+    assert world.small.texts == ["small"], "large grammars are not tried by the child for small ones"
 
 
 async def test_small_ones_take_whichever_child_is_free():

@@ -1,4 +1,4 @@
-"""What clients send is read in shares, a turn of the event loop each."""
+"""Data from clients is read in shares, one share per iteration of the event loop."""
 
 import asyncio
 from collections import Counter
@@ -17,7 +17,7 @@ def anyio_backend() -> str:
 
 
 class Client:
-    """Notes what it read in which turn, and whether its socket is read; each request of it is one piece."""
+    """Records what was read in which iteration, and whether reading is paused; each request is one piece."""
 
     def __init__(self, turns: Turns, clock: list[int], requests: bool = False) -> None:
         self._turns, self._clock, self._requests = turns, clock, requests
@@ -77,7 +77,7 @@ async def test_who_comes_while_others_wait_is_not_read_before_them():
         turns.read(client, b"a")
     late = Client(turns, clock)
     turns.read(late, b"b")
-    turns.read(early[-1], b"c")  # what came before its socket was paused
+    turns.read(early[-1], b"c")  # data that arrived before its socket was paused
     assert late.waits
     while late.waits or early[-1].waits:
         await turn(clock)
@@ -105,4 +105,4 @@ async def test_a_turn_without_anybody_is_not_asked_for():
         turns.read(client, b"c")
     finally:
         loop.call_soon = real  # type: ignore[method-assign]
-    assert called == 1  # one share is one call
+    assert called == 1  # one call_soon per share

@@ -33,14 +33,14 @@ from tests.waiting import eventually
 
 MODEL = "kimi-nano"
 HOST = b"host: localhost\r\n"
-SOON_S = 120.0  # for what takes milliseconds, on a busy machine
-CALLS = (  # two, as the model writes them
+SOON_S = 120.0  # timeout for operations that take milliseconds, on a busy machine
+CALLS = (  # two calls, as the model writes them
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
     '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
     '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
 )
-PATIENT = Limits(grammar_seconds=600.0, body_seconds=600.0)  # of a busy machine too
-UNREAD: list[socket.socket] = []  # clients that read nothing
+PATIENT = Limits(grammar_seconds=600.0, body_seconds=600.0)  # long enough for a busy machine
+UNREAD: list[socket.socket] = []  # sockets of clients that read nothing
 
 
 def _tokenizer() -> Tokenizer:
@@ -53,7 +53,7 @@ END = TOKENIZER.special("<|im_end|>")
 
 
 def ids(text: str) -> list[int]:
-    """What the model would say: `<think>` and the like are control tokens."""
+    """The token IDs of a model's output: `<think>` and the like are control tokens."""
     return TOKENIZER.encode_with_specials(text)
 
 
@@ -76,7 +76,7 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[Any, list[int]]:
 
 
 class Here:
-    """Tries grammars in this process, without bounds: the start of another takes 0.1 s of CPU (`api.trials.Child`)."""
+    """Tries grammars in this process, without limits: starting a process takes 0.1 s of CPU (`api.trials.Child`)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -96,8 +96,7 @@ _made: dict[tuple[str, Any], Any] = {}
 
 
 def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
-    """`api.app.create_app`. It describes the routes and makes a page of that, 0.1 s of CPU; here once for each
-    configuration."""
+    """`api.app.create_app`, called once per configuration: building the OpenAPI document and its page takes 0.1 s."""
 
     def once(name: str) -> Callable[..., Any]:
         make, key = getattr(app_module, name), (repr(config), name)
@@ -149,7 +148,7 @@ class World:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
-        """The address of a real server on a loopback port: `server` is it, `timers` are those of its connections."""
+        """The address of a real server on a loopback port; `timers` are those of the connections of `server`."""
         self.server, self.timers = timed_server(self.app, self.config.limits)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
@@ -163,7 +162,7 @@ class World:
 
 
 def timed_server(app: ASGIApp, limits: Limits) -> tuple[Server, Timers]:
-    """A server, and the timers of its connections, which run when a test has them run."""
+    """A server, and the timers of its connections, which run when a test advances them."""
     timers = Timers(asyncio.get_running_loop())
     config = uvicorn_config(app, limits, "127.0.0.1", 0)
     connection: Any = config.http
@@ -176,7 +175,7 @@ def openai_client(base_url: str, http: httpx2.AsyncClient | None = None) -> Asyn
 
 
 def unread(port: int, data: bytes = b"") -> socket.socket:
-    """A client that says `data` and reads nothing, for whoever opens it to close."""
+    """The socket of a client that sends `data` and reads nothing; the caller closes it."""
     client = socket.socket()
     UNREAD.append(client)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -1,4 +1,4 @@
-"""Where a number comes from, where git can tell and where it cannot; and what is stored says it."""
+"""The commit of a result, with and without git; and the commits in stored results."""
 
 import json
 import re
@@ -50,10 +50,10 @@ def test_a_git_that_takes_too_long_cannot_tell(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("told", ["7xxxxxx", "abc123", "HEAD", "abc1234 abc1234", "abc1234++"])
 def test_a_placeholder_is_no_commit_and_nothing_is_measured_for_it(told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("REDLINE_COMMIT", told)
-    with pytest.raises(ConfigError, match=f"REDLINE_COMMIT is {re.escape(repr(told))}; expected a commit's hash"):
+    with pytest.raises(ConfigError, match=f"REDLINE_COMMIT is {re.escape(repr(told))}; expected a commit hash"):
         provenance()
     with pytest.raises(SystemExit, match="REDLINE_COMMIT is"):
-        program(lambda: pytest.fail("it has begun"), heard=False)
+        program(lambda: pytest.fail("the program has begun"), heard=False)
 
 
 @pytest.mark.parametrize("told", ["abc1234", "abc1234+", "0123456789abcdef0123456789abcdef01234567", "unknown"])
@@ -63,7 +63,7 @@ def test_a_told_commit_is_stored_as_it_is(told: str, monkeypatch: pytest.MonkeyP
 
 
 def test_every_stored_result_names_the_commits_that_it_is_of():
-    """A hash, with "+" where files had changed; one result is of several commits, from one to another."""
+    """A hash, with "+" if files had changed; one result covers several commits, "A to B"."""
     names = {path.name: list(commits(json.loads(path.read_bytes()))) for path in RESULTS.glob("*.json")}
     assert len(names) > 50
     assert [name for name, found in names.items() if not found] == []
@@ -76,7 +76,7 @@ def test_every_stored_result_names_the_commits_that_it_is_of():
 
 
 def commits(value: Any) -> Iterator[str]:
-    """All that is called a commit in a result, however deep."""
+    """All values of keys named "commit" in a result, at any depth."""
     if isinstance(value, dict):
         for name, each in value.items():
             if name == "commit":

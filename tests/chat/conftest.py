@@ -1,4 +1,4 @@
-"""The tiny tokenizer, and Moonshot's own where REDLINE_KIMI_TOKENIZER names its folder."""
+"""The tiny tokenizer, and Moonshot's own if REDLINE_KIMI_TOKENIZER names its folder."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Helpers that write model outputs as text with control tokens, and read the events that come of them."""
+"""Helpers that write model outputs as text with control tokens, and read the resulting events."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ JOB = JobId("job")
 
 
 def tokens_of(tokenizer: Tokenizer, output: str) -> list[int]:
-    """The ids of an output in which control tokens are spelled out; `¦` only keeps two texts apart."""
+    """The ids of an output that spells out control tokens; `¦` only separates two texts."""
     return [token for part in output.split("¦") for token in tokenizer.encode_with_specials(part)]
 
 
@@ -26,7 +26,7 @@ def answer(
     parse: bool = True,
     **options: bool,
 ) -> list[Event]:
-    """The events of an output that came in one delta."""
+    """The events of an output that arrived in one delta."""
     return pushed(tokenizer, [tokens_of(tokenizer, output)], thinking, stop, finish, parse, **options)
 
 
@@ -39,7 +39,7 @@ def pushed(
     parse: bool = True,
     **options: bool,
 ) -> list[Event]:
-    """The joined events of token lists that came as one delta each; the last one ends the job."""
+    """The joined events of token lists that arrived as one delta each; the last one ends the job."""
     decoder = Decoder(tokenizer, thinking, stop, tokenizer.stop_ids, 7, parse, **options)
     deltas = [Delta(job=JOB, tokens=tuple(part), finish=None) for part in parts[:-1]]
     deltas.append(Delta(job=JOB, tokens=tuple(parts[-1]), finish=finish))
@@ -47,7 +47,7 @@ def pushed(
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Events with neighbours of one kind made one, as a client that adds up deltas sees them."""
+    """The events with adjacent ones of one kind merged, as a client that concatenates deltas gets them."""
     result: list[Event] = []
     for event in events:
         match event, result[-1] if result else None:

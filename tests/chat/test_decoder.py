@@ -81,7 +81,7 @@ def test_nothing_comes_after_a_stop_string(tiny: Tokenizer):
     (shown, last) = reader.push(delta(*b"a STOP b"))
     assert shown == Text(text="a ")
     assert isinstance(last, End)
-    assert last.completion_tokens == 6  # those behind the stop string were not part of the answer
+    assert last.completion_tokens == 6  # tokens after the stop string are not part of the answer
     assert reader.push(delta(*b"c")) == []
     assert reader.push(Delta(job=JOB, finish="aborted")) == []
 
@@ -122,7 +122,7 @@ def test_stop_strings_work_at_hostile_lengths():
 
 
 def naive(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | None]:
-    """What StopStrings is to give, by looking at everything."""
+    """The expected output of StopStrings, computed by searching the whole text."""
     shown: list[str] = []
     held = ""
     for piece in pieces:
@@ -189,7 +189,7 @@ def test_whitespace_that_is_held_back_costs_no_more_than_its_length(tiny: Tokeni
     spaces = delta(*tokens_of(tiny, "    ") * 40)
     (lines_short, bytes_short), (lines_long, bytes_long) = feed(40), feed(200)
     assert lines_long < 6 * lines_short
-    assert bytes_long < 8 * bytes_short  # 5 where linear, 25 where quadratic
+    assert bytes_long < 8 * bytes_short  # 5 times if linear, 25 times if quadratic
 
 
 def test_a_header_without_an_end_is_no_call(tiny: Tokenizer):

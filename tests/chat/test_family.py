@@ -1,5 +1,5 @@
-"""The protocol of each member of the family, chosen from its checkpoint: what its prompts hold, in every spelling of
-how to think, and how its answers are read."""
+"""The protocol of each member of the family, chosen from its checkpoint: the content of its prompts, for every
+spelling of the thinking options, and the parsing of its answers."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from redline.chat.tokenizer import Special, Tokenizer
 from tests.chat.streams import calls, pushed, text, thought, tokens_of
 
 KIMI = "You are Kimi, an AI assistant created by Moonshot AI."
-# What of a checkpoint tells the members apart: config.json, chat template.
+# The fields of a checkpoint that distinguish the members: config.json, chat template.
 MEMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "K2": ({"model_type": "kimi_k2", "quantization_config": {"quant_method": "fp8"}}, "You are a helpful assistant"),
     "K2-Thinking": (
@@ -149,7 +149,7 @@ ANSWERS = [
 def test_any_chunking_of_an_answer_joins_to_the_same_for_every_member(
     tiny: Tokenizer, styles: dict[str, Style], data: st.DataObject
 ):
-    """Several tokens a delta, as speculation gives them."""
+    """Several tokens per delta, as with speculative decoding."""
     member = data.draw(st.sampled_from(sorted(MEMBERS)))
     fields = data.draw(st.sampled_from([{}, *OFF, *KEEP]))
     thinks = styles[member].thinks(conversation(HISTORY, **fields))

@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled."""
+"""Default sampling parameters of a checkpoint."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Equal page names mean equal content, and nothing else does."""
+"""Equal page hashes imply equal content."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_an_image_changes_the_pages_that_it_touches_and_all_behind_them():
     assert hashes(MediaSpan(start=PAGE_TOKENS + 3, tokens=4, hash=b"dog"))[1] != one[1]
     assert hashes(MediaSpan(start=PAGE_TOKENS + 4, tokens=4, hash=b"cat"))[1] != one[1]
     behind = MediaSpan(start=3 * PAGE_TOKENS, tokens=2, hash=b"cat")
-    assert hashes(behind) == HASHES  # it lies in the page that is not full
+    assert hashes(behind) == HASHES  # it is in the last page, which is not full
 
 
 def test_names_are_the_same_on_every_machine():

@@ -1,4 +1,4 @@
-"""Texts that were encoded before: the ids are those of the whole text, and memory and tenants are kept apart."""
+"""Cached encodings of texts: the ids equal those of the whole text, memory is bounded, and tenants are separate."""
 
 from unittest.mock import Mock
 

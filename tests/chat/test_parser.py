@@ -1,4 +1,4 @@
-"""What an answer means, token by token. Most tests here guard against a bug that another server shipped."""
+"""Parsing of answers, token by token. Most tests here guard against a bug that another server shipped."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_a_leading_think_is_swallowed(tiny: Tokenizer):
     assert (thought(events), text(events)) == ("Hm", "Yes")
 
 
-def test_reasoning_needs_no_leading_think(tiny: Tokenizer):  # smg #1873: the prompt holds it already
+def test_reasoning_needs_no_leading_think(tiny: Tokenizer):  # smg #1873: the prompt already contains it
     assert thought(answer(tiny, "Hm</think>Yes", thinking=True)) == "Hm"
 
 
@@ -242,12 +242,12 @@ PIECES = st.sampled_from(
         WEATHER,
     ]
 )  # fmt: skip
-BYTES = st.integers(0, 255)  # the ids of single bytes: text that is no UTF-8
+BYTES = st.integers(0, 255)  # the ids of single bytes: text that is not valid UTF-8
 
 
 @st.composite
 def splits(draw: st.DrawFn, tiny: Tokenizer) -> tuple[list[int], list[list[int]]]:
-    """A token stream, and the same in deltas."""
+    """A token stream, and the same stream split into deltas."""
     tokens: list[int] = []
     for piece in draw(st.lists(PIECES | BYTES, max_size=25)):
         tokens += [piece] if isinstance(piece, int) else tokens_of(tiny, piece)

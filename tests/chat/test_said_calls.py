@@ -1,4 +1,4 @@
-"""The model's own text of a call's arguments, put back where a client has spelled the same JSON in another way."""
+"""The model's own text of a call's arguments, restored if a client has serialised the same JSON differently."""
 
 import json
 from typing import Any
@@ -54,7 +54,7 @@ def test_of_one_conversation_so_many_characters_are_read(said: SaidCalls) -> Non
     long = [json.dumps({"n": n, "text": "x" * 300_000}) for n in range(5)]
     spelled = '{"path":"a.py","n":1,"text":"é"}'
     assert restored(said, *long, spelled) == [*long, spelled]
-    assert restored(said, spelled) == [OWN], "what was not read is not taken for anything"
+    assert restored(said, spelled) == [OWN], "texts that were not read are not remembered as spellings"
 
 
 def test_another_function_and_another_tenant_have_their_own(said: SaidCalls) -> None:
@@ -64,7 +64,7 @@ def test_another_function_and_another_tenant_have_their_own(said: SaidCalls) -> 
 
 
 def test_a_spelling_means_the_same_in_each_prompt_of_a_conversation(said: SaidCalls) -> None:
-    """However often the model writes that value in other ways meanwhile."""
+    """Even if the model spells that value differently in between."""
     first = '{"a":1}'
     assert restored(said, first) == [first]
     said.note("", "write", '{"a": 1}')

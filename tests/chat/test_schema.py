@@ -1,4 +1,4 @@
-"""A client's JSON schema as llguidance takes it: what has no effect, what is left out and where, what trials find."""
+"""A client's JSON schema for llguidance: ignored keywords, keywords that are dropped and where, results of trials."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What plain tokens show by themselves is what the reader would have made of them."""
+"""The fast path for plain tokens shows the same as the full decoder."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the model reads, token for token: committed goldens for every style, and the bugs that others shipped."""
+"""The rendered prompt, token for token: committed goldens for every style, and bugs that other servers shipped."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Text to ids and back: exact, safe against text that spells control tokens, and clear about broken files."""
+"""Text to ids and back: exact, safe against text that spells control tokens, with clear errors for broken files."""
 
 import json
 import re
@@ -125,7 +125,7 @@ def test_whoever_waits_is_asked_before_each_slice(tiny: Tokenizer):
 
 
 def test_runs_in_later_slices_are_cut_where_they_lie(tiny: Tokenizer):
-    text = "a b " * 100_000 + "ab c" + "th" * 20_000  # the cuts: every 400,000, and 25,000 behind the c
+    text = "a b " * 100_000 + "ab c" + "th" * 20_000  # the cuts: every 400,000 characters, and 25,000 after the c
     odd = 400_003 + 25_000
     assert tiny.encode(text) == [
         token for part in (text[:400_000], text[400_000:odd], text[odd:]) for token in tiny.encode(part)
@@ -151,7 +151,7 @@ def test_cuts_count_the_control_tokens_around_a_text_too(tiny: Tokenizer):
 
 @pytest.mark.parametrize("unit", ["a", " ", "\n", "!", "1", "你", "\u0301", " " * 24_999 + "x"])
 def test_a_hostile_text_costs_no_more_than_its_length(tiny: Tokenizer, unit: str, monkeypatch: pytest.MonkeyPatch):
-    """Each character is encoded once, in texts with short runs: a run costs its length squared."""
+    """Each character is encoded once, in texts with short runs: the cost of a run is quadratic in its length."""
     text, given = unit * (200_000 // len(unit)), list[str]()
 
     class Watched:

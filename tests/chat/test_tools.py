@@ -1,4 +1,4 @@
-"""Tool declarations, character for character: the TypeScript that K2.5 was trained on, and the JSON before it."""
+"""Tool declarations, character for character: the TypeScript that K2.5 was trained on, and the earlier JSON."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def declared(parameters: dict[str, Any], description: str = "") -> str:
 
 
 def field(schema: Any) -> str:
-    """How one required property `x` is written, comments and all."""
+    """The declaration of one required property `x`, with its comments."""
     text = declared({"type": "object", "properties": {"x": schema}, "required": ["x"]})
     head, tail = "type f = (_: {\n", "\n}) => any;"
     return text.removeprefix(head).removesuffix(tail)

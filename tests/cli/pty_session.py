@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, as somebody sits at it: a pseudo-terminal, what is shown, what is typed."""
+"""A command in a terminal of its own: a pseudo-terminal with the input that a test types, and the output shown."""
 
 import fcntl
 import os
@@ -21,7 +21,7 @@ _SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 
 
 class Session:
-    """A process that leads a session whose terminal is ours to type into."""
+    """A process that leads a session with a pseudo-terminal, which a test can type into."""
 
     def __init__(self, master: int, slave: int, process: "subprocess.Popen[bytes]") -> None:
         self.slave, self.process = slave, process
@@ -40,7 +40,7 @@ class Session:
 
     @property
     def shown(self) -> str:
-        """Without escape sequences."""
+        """The output without escape sequences."""
         return _SEQUENCES.sub("", self.raw)
 
     def type(self, keys: str) -> None:
@@ -49,7 +49,7 @@ class Session:
             data = data[os.write(self._master, data) :]
 
     def paste(self, text: str) -> None:
-        """As a terminal does for a program that has asked for brackets; its line ends are those of the Enter key."""
+        """Paste like a terminal: bracketed if the program has requested it, with the line ends of the Enter key."""
         text = text.replace("\n", "\r")
         asked = self.raw.rfind(BRACKETS_ON) > self.raw.rfind(BRACKETS_OFF)
         self.type(f"{PASTE}{text}{END_PASTE}" if asked else text)
@@ -61,12 +61,12 @@ class Session:
             raise AssertionError(f"{late}; shown so far: {self.shown}") from None
 
     def until_prompt(self, number: int) -> None:
-        """Until the prompt stands there for the `number`th time."""
+        """Wait until the prompt has been shown `number` times."""
         self.until(lambda: self.shown.count("\n>") >= number)
 
     def ends(self) -> int:
         code = self.process.wait(waiting.LIMIT_S)
-        os.write(self.slave, _END)  # behind all that it has written
+        os.write(self.slave, _END)  # after all output of the process
         self.until(lambda: self._raw.endswith(_END))
         self._raw = self._raw.removesuffix(_END)
         return code
@@ -77,11 +77,11 @@ class Session:
         return self.process.poll() is not None
 
     def waiting(self) -> int:
-        """Bytes typed that nobody has read."""
+        """The number of bytes typed that have not been read."""
         return int.from_bytes(fcntl.ioctl(self.slave, termios.FIONREAD, b"\0" * 4), sys.byteorder)
 
     def unread(self) -> bytes:
-        """What the next program at this terminal, a shell, would read."""
+        """The input left to the next program at this terminal, such as a shell."""
         mode = termios.tcgetattr(self.slave)
         mode[3] &= ~termios.ICANON
         mode[6][termios.VMIN] = mode[6][termios.VTIME] = 0
@@ -97,8 +97,7 @@ def session(
     typed: str = "",
     least: int = 1,
 ) -> Iterator[Session]:
-    """`redline` with these words. typed: what is in the terminal before it starts. least: VMIN, as another program may
-    have left it."""
+    """`redline` with these words. typed: input in the terminal before the start. least: VMIN before the start."""
     master, slave = pty.openpty()
     mode = termios.tcgetattr(slave)
     mode[6][termios.VMIN], mode[6][termios.VTIME] = least, least - 1
@@ -121,6 +120,6 @@ def session(
         if process.poll() is None:
             process.kill()
         process.wait()
-        os.close(slave)  # the last one: the reader's next read fails
+        os.close(slave)  # the last descriptor of the slave: the reader thread's next read fails
         one._reader.join()
         os.close(master)

@@ -1,4 +1,4 @@
-"""Servers as `redline chat` may meet them: one that answers as it should, and whatever else stands at an address."""
+"""Servers for tests of `redline chat`: one that answers correctly, and others that do not."""
 
 import json
 import threading
@@ -21,7 +21,7 @@ Answer = Callable[["Fake"], None]
 
 
 class Fake(BaseHTTPRequestHandler):
-    """`models` answers GET, `answer` a question, whose body is `asked[-1]` then."""
+    """`models` answers GET, `answer` answers POST; the request's body is `asked[-1]` then."""
 
     asked: list[dict[str, Any]]
     models: Answer
@@ -35,7 +35,7 @@ class Fake(BaseHTTPRequestHandler):
         type(self).answer(self)
 
     def say(self, text: str | bytes, status: int = 200, kind: str = "application/json", length: int | None = None):
-        """length: as the head says it, where that is not the truth."""
+        """length: the Content-Length, if it is to be wrong."""
         data = text.encode() if isinstance(text, str) else text
         self.send_response(status)
         self.send_header("content-type", kind)
@@ -71,7 +71,7 @@ _answer, _models = streams(*CHUNKS), says(MODELS)
 
 @contextmanager
 def server(answer: Answer = _answer, models: Answer = _models) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its address, and the bodies of the questions that it has been asked."""
+    """Its address, and the bodies of the requests received."""
     asked: list[dict[str, Any]] = []
     kind = type("Server", (Fake,), {"asked": asked, "answer": staticmethod(answer), "models": staticmethod(models)})
     http = ThreadingHTTPServer(("127.0.0.1", 0), kind)

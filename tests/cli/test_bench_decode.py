@@ -1,4 +1,4 @@
-"""`redline bench decode --shape`: what is typed, said, refused and kept."""
+"""`redline bench decode --shape`: its flags, output, errors and saved results."""
 
 import json
 import re
@@ -25,7 +25,7 @@ KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row con
 
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch):
-    """Whatever this machine has."""
+    """The CPU, whatever devices the machine has."""
     for module in (step_tables, round_tables):
         monkeypatch.setattr(module, "pick_device", lambda name: torch.device("cpu"))
 
@@ -37,7 +37,14 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         assert len(json.loads(result.read_bytes())) == 2 * times, "cases are added"
-    for said in ("4 layers on 3 in memory", "floor/time", "mla_decode", "sum of ops", "experts read", "routing model"):
+    for said in (
+        "4 layers run on 3 in memory",
+        "floor/time",
+        "mla_decode",
+        "sum of ops",
+        "experts read",
+        "routing model",
+    ):
         assert said in done.output
     assert "vLLM" not in done.output
     records = json.loads(result.read_bytes())
@@ -50,7 +57,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         assert record["floor_ms"] > 0
         assert record["p10_ms"] <= record["ms"] <= record["p90_ms"]
         assert all(set(op) == {"name", "us", "floor_us", "launches"} for op in record["ops"])
-        # two tokens and more choose at least what one does: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128
+        # Two or more tokens choose no fewer experts than one: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128.
         assert record["expert_bytes"] >= 3 * 4 * 69_120
 
 
@@ -58,8 +65,8 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
     ("words", "says"),
     [
         ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-k2.6-nvfp4, "),
-        ("", "give a checkpoint's folder or --shape, one of the two"),
-        ("models/kimi-nano --shape kimi-nano", "one of the two"),
+        ("", "give either a checkpoint folder or --shape"),
+        ("models/kimi-nano --shape kimi-nano", "give either a checkpoint folder or --shape"),
         ("models/kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
         ("--shape kimi-nano --alias 9", "alias is 9; the model has 8 layers"),
         ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),
@@ -81,7 +88,7 @@ def test_a_mistake_is_one_line_and_code_1(
 
 
 def test_what_does_not_fit_is_said_with_its_arithmetic(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_tables, "free_memory", lambda _: 30 * 10**9)  # two layers, whatever this machine has
+    monkeypatch.setattr(step_tables, "free_memory", lambda _: 30 * 10**9)  # two layers, whatever the machine has
     done = CliRunner().invoke(app, ["bench", "decode", "--shape", "kimi-k2.6"])
     assert isinstance(done.exception, ConfigError)
     assert "--alias" in str(done.exception)
@@ -89,7 +96,7 @@ def test_what_does_not_fit_is_said_with_its_arithmetic(monkeypatch: pytest.Monke
 
 
 def overlap_on_a_gpu(**asked: object) -> float | None:
-    """Of the only case that is asked for."""
+    """The overlap of the only case of these flags."""
     case: Depth
     (case,) = step_tables.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
     return case.overlap
@@ -106,8 +113,8 @@ def test_routing_is_uniform_unless_it_is_asked_to_overlap():
     ("asked", "says"),
     [
         ({"routing": "random"}, "routing is 'random'; expected uniform or correlated"),
-        ({"routing": "uniform", "overlap": 0.3}, "overlap is of --routing correlated"),
-        ({"overlap": 0.3}, "overlap is of --routing correlated"),
+        ({"routing": "uniform", "overlap": 0.3}, "overlap applies to --routing correlated"),
+        ({"overlap": 0.3}, "overlap applies to --routing correlated"),
     ],
 )
 def test_routing_that_is_none_is_refused(asked: dict[str, object], says: str):
@@ -116,7 +123,7 @@ def test_routing_that_is_none_is_refused(asked: dict[str, object], says: str):
 
 
 def test_where_the_model_routes_nobody_else_does():
-    with pytest.raises(ConfigError, match="the model routes"):
+    with pytest.raises(ConfigError, match="the model's router decides"):
         step_tables.cases(DepthConfig(shape="kimi-nano", routing="uniform"), forced=False)
 
 
@@ -155,20 +162,20 @@ def test_a_stated_length_is_of_one_k(tmp_path: Path):
     ("words", "says"),
     [
         ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla"),
-        ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, of one --k; 4 were given"),
-        ("--draft-shape eagle3-mla --k 6", "golden, which has lengths for --k 1 to 5"),
+        ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, which needs one --k, but 4 were given"),
+        ("--draft-shape eagle3-mla --k 6", "golden, which covers --k 1 to 5"),
         (
             "--draft-shape eagle3-mla --k 2 --accept 3.5",
             "accept is 3.5; expected a mean number of tokens per round, 1 to 3",
         ),
         ("--draft-shape eagle3-mla --k 2 --accept some", "accept is 'some'; expected a length"),
-        ("--draft-shape eagle3-mla --k 8 --accept 2", "up to 64 rows and 7 drafts"),
-        ("--draft-shape eagle3-mla --batch 65", "up to 64 rows"),
+        ("--draft-shape eagle3-mla --k 16 --accept 2", "at most 256 rows and 15 draft tokens"),
+        ("--draft-shape eagle3-mla --batch 257", "at most 256 rows"),
         ("--draft-shape eagle3-mla --tokens 4", "give --k"),
         ("--draft-shape eagle3-mla --draft-head-bits 4", "draft-head-bits is 4; expected 16 or 8"),
-        ("--draft-head-bits 8", "--draft-head-bits is of rounds"),
-        ("--k 3", "--k is of rounds; give --draft-shape too"),
-        ("--accept golden", "--accept is of rounds"),
+        ("--draft-head-bits 8", "--draft-head-bits applies to rounds"),
+        ("--k 3", "--k applies to rounds; add --draft-shape"),
+        ("--accept golden", "--accept applies to rounds"),
     ],
 )
 def test_rounds_that_are_none_are_refused(words: str, says: str):
@@ -179,7 +186,9 @@ def test_rounds_that_are_none_are_refused(words: str, says: str):
 
 def test_a_round_that_the_gpus_kernels_cannot_record_is_refused_by_name():
     step = DepthConfig(shape="kimi-k2.6", batch=(64,))
-    with pytest.raises(ConfigError, match=r"64 rows with --k 4 are 320 tokens; the GPU's decode kernels.*256"):
+    with pytest.raises(
+        ConfigError, match=r"64 rows with --k 4 are 320 tokens; a CUDA graph contains the decode kernels.*256"
+    ):
         round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(4,)), forced=True)
     fitting = round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(3,)), forced=True)
     assert fitting[0].depth.tokens == 4
@@ -188,4 +197,4 @@ def test_a_round_that_the_gpus_kernels_cannot_record_is_refused_by_name():
 def test_a_drafter_is_of_a_shape_and_not_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     done = CliRunner().invoke(app, ["bench", "decode", "models/kimi-nano", "--draft-shape", "eagle3-mla"])
-    assert "--draft-shape is of a --shape" in str(done.exception)
+    assert "--draft-shape needs --shape" in str(done.exception)

@@ -1,4 +1,4 @@
-"""`redline bench prefill` without a GPU: what is counted, said, kept and refused. What it measures is made up."""
+"""`redline bench prefill` without a GPU, with made-up measurements: counts, output, saved results and errors."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from redline.kernels.group import ALONE
 from redline.ops.op import Machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RATE = 800e12  # operations a second
+RATE = 800e12  # operations per second
 
 
 def stored(name: str) -> list[PrefillCase]:
@@ -28,7 +28,7 @@ def stored(name: str) -> list[PrefillCase]:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU that measures what is stored; what was asked of it."""
+    """A GPU that returns stored measurements; the value is the list of requested cases."""
     asked: list[Any] = []
 
     def cases(group: Any, device: torch.device, *asking: Any) -> Iterator[PrefillCase]:
@@ -76,9 +76,9 @@ def test_over_ranks_it_also_says_each_way_and_how_far_rows_are_apart(a_gpu: list
 def test_ranks_that_do_not_agree_are_an_error_behind_the_result():
     (case, *_) = stored("prefill-two-h200.json")
     check(case)
-    with pytest.raises(RedlineError, match="8192 tokens: ranks do not have the same bits"):
+    with pytest.raises(RedlineError, match="8192 tokens: the ranks computed different bits"):
         check(msgspec.structs.replace(case, same_bits=False))
-    with pytest.raises(RedlineError, match=r"8192 tokens: a row is 0\.7 from the same where rows are whole"):
+    with pytest.raises(RedlineError, match=r"8192 tokens: a row has a relative error of 0\.7"):
         check(msgspec.structs.replace(case, apart=[0.0, 0.0, 0.7]))
 
 

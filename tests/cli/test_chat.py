@@ -1,4 +1,4 @@
-"""`redline chat` as a client: what it asks, what it remembers, and what it says when a server answers oddly."""
+"""`redline chat` as a client: its requests, its history, and its output when a server answers oddly."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def client(url: str, **changes: Any) -> Client:
 
 
 def said(client: Client, *questions: str) -> str:
-    """What a conversation shows, without styles."""
+    """The output of a conversation, without styles."""
     screen = io.StringIO()
     console = Terminal(file=screen, width=200)
     lines: Iterator[str] = iter(questions)
@@ -46,7 +46,7 @@ def said(client: Client, *questions: str) -> str:
 
 
 class Ended(NamedTuple):
-    """What a command has come to."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -58,7 +58,7 @@ Typed = Callable[..., Ended]
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
-    """`redline chat WORDS`, with `piped` for its standard input."""
+    """`redline chat WORDS`, with `piped` as its standard input."""
 
     def run(*words: str, piped: str = "") -> Ended:
         monkeypatch.setattr(sys, "argv", ["redline", "chat", *words])
@@ -93,7 +93,7 @@ def test_a_question_is_answered_with_the_thinking_dimmed_and_the_rate_below():
 
 
 def test_a_long_prompt_is_seen_to_be_computed(monkeypatch: pytest.MonkeyPatch):
-    """Once the first word has been waited for; no longer than until it comes."""
+    """The progress is shown after a wait for the first token, and ends when the token arrives."""
     monkeypatch.setattr("redline.cli.chat.SHOWN_AFTER_S", 0.0)
     said, begun = io.StringIO(), threading.Event()
     monkeypatch.setattr(Working, "__enter__", lambda self: begun.set() or self)
@@ -237,7 +237,7 @@ def test_after_a_broken_answer_no_question_stands_without_one(
 
     with server(answer) as (url, asked):
         one = client(url)
-        if how == "interrupted":  # as Ctrl-C does, wherever it comes
+        if how == "interrupted":  # the same for Ctrl-C at any point of the stream
             ask = one.ask
 
             def interrupted(text: str) -> Iterator[Any]:

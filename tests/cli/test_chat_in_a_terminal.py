@@ -1,4 +1,4 @@
-"""`redline chat` at a real pseudo-terminal: what is typed and pasted there, at every moment, and how it is left."""
+"""`redline chat` at a real pseudo-terminal: typing and pasting at every moment, and its state afterwards."""
 
 import os
 import pty
@@ -23,7 +23,7 @@ PASTED = "def f():\n\n    return 1\n\nrm -rf everything\n"
 
 
 class Answers:
-    """The server's side: the first answer goes on until it is let end, the others come at once."""
+    """The server's side: the first answer is held until the test releases it, the others come at once."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
@@ -40,13 +40,13 @@ class Answers:
         fake.wfile.flush()
         self.begun.set()
         self.go_on.wait(LIMIT_S)
-        with suppress(OSError):  # whoever asked has left
+        with suppress(OSError):  # the client has disconnected
             fake.wfile.write((ended + DONE).encode())
 
 
 @contextmanager
 def chat(*, hold: bool = False, **how: Any) -> Iterator[tuple[Session, list[dict[str, Any]], Answers]]:
-    """hold: the first answer."""
+    """hold: hold the first answer."""
     answers = Answers()
     if not hold:
         answers.go_on.set()
@@ -118,13 +118,14 @@ def test_a_paste_before_chat_has_started_is_one_question():
 
 
 def test_a_long_paste_arrives_whole():
-    lines = "\n".join(f"{i} " + "x" * 90 for i in range(400)) + "\n" + "y" * 6000  # a cooked line has 4,095 at most
+    # a line in canonical mode has at most 4,095 bytes
+    lines = "\n".join(f"{i} " + "x" * 90 for i in range(400)) + "\n" + "y" * 6000
     with chat(hold=True) as (one, asked, answers):
         one.until_prompt(1)
         one.type("first\r")
         assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
-        typing = threading.Thread(target=one.paste, args=[lines])  # it waits where the terminal's buffer is full
+        typing = threading.Thread(target=one.paste, args=[lines])  # it blocks while the terminal's buffer is full
         typing.start()
         answers.go_on.set()
         typing.join()
@@ -140,10 +141,12 @@ def test_while_an_answer_streams_each_key_is_kept_as_it_is_and_shown_nowhere():
         assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         given, _, _, local, _, _, characters = termios.tcgetattr(one.slave)
-        assert not given & termios.ICRNL, "an Enter is none of a paste's line ends"
-        assert not local & (termios.ICANON | termios.ECHO), "a line may be of any length, and the next prompt shows it"
+        assert not given & termios.ICRNL, "Enter differs from the line ends of a paste"
+        assert not local & (termios.ICANON | termios.ECHO), (
+            "a line may be of any length, and is echoed by the next prompt"
+        )
         assert local & termios.ISIG, "Ctrl-C stops the answer"
-        assert local & termios.NOFLSH, "and drops nothing that was typed before it"
+        assert local & termios.NOFLSH, "and does not drop typed input"
         assert (characters[termios.VMIN], characters[termios.VTIME]) == (1, 0)
 
 
@@ -181,14 +184,14 @@ def test_what_was_not_read_is_not_left_to_the_shell():
 def test_of_a_paste_that_the_terminal_cannot_hold_at_once_nothing_is_left_to_the_shell(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Its buffer has 4 KiB; whoever pastes waits until there is room again."""
+    """The terminal's buffer has 4 KiB; the paste blocks until there is room again."""
     master, slave = pty.openpty()
     one = Session.__new__(Session)
     one.slave, one._master, one._raw = slave, master, b""
     pasting = threading.Thread(target=one.paste, args=[PASTED * 200])
 
     def follows(read: list[int], *_: object) -> tuple[list[int], list[int], list[int]]:
-        """As select, where the rest of a paste comes before the time is over."""
+        """Stands in for select: the rest of a paste arrives before the timeout."""
         until(lambda: one.waiting() > 1024 or not pasting.is_alive())
         return read if one.waiting() else [], [], []
 
@@ -300,7 +303,8 @@ def test_the_greeting_names_model_and_address_in_one_piece_so_that_a_narrow_term
 )
 def test_an_odd_terminal_is_talked_to_all_the_same(how: dict[str, Any]):
     with chat(**how) as (one, asked, _):
-        one.until(lambda: ">" in one.shown or one.raw.count(BRACKETS_ON) >= 2)  # one column shows no prompt
+        # with one column the prompt is not shown
+        one.until(lambda: ">" in one.shown or one.raw.count(BRACKETS_ON) >= 2)
         one.type("hi\r")
         one.until(lambda: "answer1" in "".join(one.shown.split()))
         one.until(lambda: one.process.poll() is not None or one.type("\x04") or one.ended_within(0.5))

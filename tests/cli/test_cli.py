@@ -1,4 +1,4 @@
-"""The verbs, as typed: help that teaches, one line for a mistake, and what each prints."""
+"""The verbs from the command line: help texts, one line for a mistake, and the output of each."""
 
 import errno
 import json
@@ -46,13 +46,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder is looked at."""
+    """Do not check folders of models and drafters."""
     for check in ("check_model", "check_drafter"):
         monkeypatch.setattr(f"redline.cli.options.{check}", lambda *_, **__: None)
 
 
 def typed(*words: str | Path) -> str:
-    """What is printed."""
+    """The output of a command."""
     done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     return done.output
@@ -77,7 +77,7 @@ def test_every_verb_has_help_for_every_option(verb: str):
     lines = typed(*verb.split(), "--help").splitlines()
     options = [line for line in lines if "--" in line and "--help" not in line]
     assert lines[1].strip().startswith("Usage:")
-    assert all(len(line.split()) > 4 for line in options), "an option that nobody explains"
+    assert all(len(line.split()) > 4 for line in options), "an option without an explanation"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring one takes seconds."""
+    """A fixed machine, because measuring takes seconds."""
     monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: Machine("any", 1e10, 1e11))
 
 
@@ -162,7 +162,7 @@ def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path:
     folder.mkdir()
     config = json.loads((tiny / "config.json").read_bytes())
     text = config.get("text_config", config)
-    # Kimi K2's sizes: 61 layers of 384 experts of 3 x 7168 x 2048, of which the first has none.
+    # Kimi K2's sizes: 61 layers of 384 experts of 3 x 7168 x 2048, except that the first layer has none.
     sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168, "moe_intermediate_size": 2048}
     text |= {**sizes, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
     (folder / "config.json").write_text(json.dumps(config))
@@ -213,7 +213,7 @@ def test_doctor_prints_every_recorded_shape_with_its_memory():
 
 
 def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    """What lives in a cache is read faster than memory: a floor by memory's bandwidth was beaten."""
+    """Weights that fit into a cache are read faster than memory, so memory's bandwidth would give too high a floor."""
     from redline.cli import doctor
 
     measured: list[int] = []
@@ -248,7 +248,7 @@ def test_bench_decode_prints_floor_and_ratio_and_keeps_where_the_numbers_come_fr
     assert {"machine", "commit", "date", "versions"} <= set(record)
     (case,) = record["cases"]
     assert (case["batch"], case["context"]) == (2, 70)
-    assert case["floor_ms"] > 0  # no bound from above: a disturbed machine may measure its limits lower than they are
+    assert case["floor_ms"] > 0  # no upper bound: on a busy machine the measured limits may be too low
     assert case["p10_ms"] <= case["ms"] <= case["p90_ms"]
 
 
@@ -331,7 +331,7 @@ def test_draft_export_says_what_latent_may_be_and_what_cannot_be_written(tiny: P
 
 
 def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a folder whose name markup would eat; heard of while they work, at each step and not every ten seconds."""
+    """In a folder with a name that looks like markup. Progress is printed at each step, not every ten seconds."""
     enter, show = Working.__enter__, Working.show
 
     def tell(working: Working) -> None:
@@ -371,7 +371,9 @@ def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path,
     assert (mined / "mixed.jsonl").stat().st_size > 0
     empty, little = tmp_path / "empty", ["--budget", "1", "--answers", "1"]
     typed("draft", "mine", tiny, "--draft", drafter, "--corpus", corpus, "--out", empty, *little)
-    assert (empty / "mixed.jsonl").read_bytes() == b"", "nothing fits, so nothing is asked, and nothing is missed"
+    assert (empty / "mixed.jsonl").read_bytes() == b"", (
+        "no example fits the budget, so no answer is requested, and no error is raised"
+    )
     shape = ["--k", "1", "--mode", "greedy", "--rounds", "0", "--max-tokens", "8"]
     said = typed("draft", "eval", tiny, "--draft", drafter, "--prompts", prompts, *shape, "--save", report)
     assert "first draft, greedy: the engine accepts" in said

@@ -1,4 +1,4 @@
-"""`redline serve` and `redline config`: what the flags become, the shipped model, models that are fetched by name."""
+"""`redline serve` and `redline config`: the configuration from flags, the shipped model, models fetched by name."""
 
 import hashlib
 import json
@@ -77,10 +77,10 @@ FILES = {"config.json": b"{}", "model.safetensors": b"w" * 200_000, "modeling.py
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of Hugging Face as a download asks for: one model, owner/tiny."""
+    """The parts of the Hugging Face API that a download uses: one model, owner/tiny."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -179,7 +179,7 @@ def test_a_model_that_is_named_is_fetched_once_and_found_again_without_the_hub(
     before = len([path for path in hub.asked if "resolve" in path])  # type: ignore[attr-defined]
     assert before
     assert "to fetch" not in fetch(hub, tmp_path, "owner/tiny")[1]
-    assert fetch(None, tmp_path, "owner/tiny")[0] == said, "what was fetched is there without a hub"
+    assert fetch(None, tmp_path, "owner/tiny")[0] == said, "a fetched model is found without a hub"
 
 
 def test_a_model_that_fits_nowhere_is_not_fetched(hub: ThreadingHTTPServer, tmp_path: Path):

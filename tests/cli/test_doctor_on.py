@@ -1,4 +1,4 @@
-"""`redline doctor --on`: what machines that are not here would give, as it is printed."""
+"""`redline doctor --on`: printed predictions for machines that are not available."""
 
 import re
 import shutil
@@ -78,8 +78,8 @@ def test_a_rank_holds_its_part_of_a_drafter():
 
 def test_a_b200_is_told_honestly():
     text = flat(said("8 x B200"))
-    assert "today none: the driver refuses anything but compute capability 9.x" in text
-    assert "would not: wgmma" in text
+    assert "none today: the kernels' loader requires compute capability 9.x" in text
+    assert "would not run: wgmma" in text
     assert "NVFP4 is not faster than INT4" in text
     assert "compute capability 9.x" not in said("8 x H200")
 
@@ -97,7 +97,7 @@ def test_what_was_measured_stands_beside_what_is_predicted():
     for tokens, measured in {"1 token": 5.69, "4 tokens": 10.62, "8 tokens": 16.44, "32 tokens": 46.86}.items():
         assert table[f"{tokens}, no drafts"][-1] == measured
     assert table["1 stream, 3 drafts"][-1] == 12.02
-    assert len(table["1 stream, 1 draft"]) == 4, "nobody has measured it"
+    assert len(table["1 stream, 1 draft"]) == 4, "this case has not been measured"
     assert len(summary(said("2 x B200"))["1 token, no drafts"]) == 5
 
 

@@ -1,4 +1,4 @@
-"""A text that comes in pieces, as a terminal shows it."""
+"""A text that arrives in pieces, as it is shown in a terminal."""
 
 import io
 import random
@@ -80,9 +80,9 @@ def test_no_more_than_the_newest_word_is_held():
         screen.flow.add(character, None)
         seen = "".join(screen.text.split())
         missing = "".join(TEXT[:count].split()).removeprefix(seen)
-        assert TEXT[:count].rstrip().endswith(missing), "what is missing is the end"
+        assert TEXT[:count].rstrip().endswith(missing), "only the end is missing"
         assert len(missing) <= WIDTH
-        assert TEXT[:count].split()[-1].endswith(missing), "and of one word"
+        assert TEXT[:count].split()[-1].endswith(missing), "and only a part of one word"
 
 
 def test_the_word_before_a_call_or_another_style_is_shown_with_it():

@@ -1,4 +1,4 @@
-"""`eval` and `bench`: places are looked at before the work, names are text, an end by Ctrl-C is one line."""
+"""`eval` and `bench`: output paths are checked before the work, names are text, Ctrl-C ends in one line."""
 
 import json
 import os
@@ -28,7 +28,7 @@ QUESTION = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In a folder with a name that markup would eat."""
+    """A tiny model in a folder with a name that looks like markup."""
     folder = tmp_path_factory.mktemp("long") / "[bold]tiny" / "[dim]m:x:"
     random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
     Eagle3(Eagle3Config.for_target(Checkpoint.open(folder).config)).save(folder / "drafter")
@@ -40,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads a model has begun to work."""
+    """Loading a model fails the test: the work has begun."""
 
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
@@ -84,7 +84,7 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(
     [
         (["--against", "nowhere"], "nowhere"),
         (["--kv-dtype", "fp9"], "kv-dtype is 'fp9'"),
-        (["--sets", "nowhere"], "nowhere: no evaluation sets"),
+        (["--sets", "nowhere"], "nowhere: contains no evaluation sets"),
     ],
 )
 def test_eval_looks_at_what_it_needs_before_the_work(tiny: Path, words: list[str], says: str):
@@ -124,7 +124,7 @@ def test_eval_asks_at_most_so_many_of_each_kind_always_the_same_and_says_so(tiny
         report = json.loads(path.read_bytes())
         found.append([(verdict["kind"], verdict["why"].rpartition(" ")[2]) for verdict in report["verdicts"]])
         assert (report["limit"], report["left_out"]) == (2, 10)
-        assert "at most 2 prompts of each kind were asked (--limit); 10 were left out" in done.output
+        assert "at most 2 prompts per kind were used (--limit); 10 were left out" in done.output
     assert found[0] == found[1]
     assert [kind for kind, _ in found[0]] == ["add", "add", "sub", "sub"]
 
@@ -180,7 +180,7 @@ main()
 
 
 def test_a_long_verb_is_heard_of_while_it_works(tiny: Path):
-    """The real command, without a terminal; only the ten seconds are shorter, and the work waits for a word of it."""
+    """The real command, without a terminal; progress is printed more often, and the work waits for its first line."""
     done = forked.run(
         [sys.executable, "-c", HEARD, "eval", str(tiny)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The command around every verb: an error is one line and code 1, whatever it is, wherever it is printed."""
+"""The command around every verb: any error is one line and exit code 1, on any kind of output."""
 
 import os
 import re
@@ -20,11 +20,11 @@ from tests.waiting import LIMIT_S
 COMMAND = [sys.executable, "-m", "redline"]
 ROOT = Path(__file__).parents[2]
 NANO = str(ROOT / "models" / "kimi-nano")
-SHOWN = ["config", NANO]  # a verb that prints a page, and needs no torch
+SHOWN = ["config", NANO]  # a verb that prints a page, and does not need torch
 
 
 def main_raises(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception) -> str:
-    """What `main` prints where a verb raises `error`."""
+    """The output of `main` if a verb raises `error`."""
 
     def fails() -> None:
         raise error
@@ -45,7 +45,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
     (kept,) = tmp_path.iterdir()
     assert said.rstrip("\n").endswith(f"the traceback is in {kept}")
     assert "in fails" in kept.read_text()
-    assert kept.stat().st_mode & 0o077 == 0, "it may hold users' text"
+    assert kept.stat().st_mode & 0o077 == 0, "it may contain users' text"
 
 
 def test_where_no_traceback_can_be_kept_the_error_is_one_line_still(
@@ -126,7 +126,7 @@ def test_a_python_that_is_not_supported_is_told_which_are(
     assert end.value.code == f"error: Redline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {here}"
 
 
-# ------------------------------------------------------------------------------------------------ where it is printed
+# ---------------------------------------------------------------------------------------------------- kinds of output
 
 
 def test_a_pipe_that_nobody_reads_is_no_error():
@@ -238,7 +238,7 @@ def test_ctrl_c_as_a_class_is_made_is_ctrl_c(monkeypatch: pytest.MonkeyPatch, ca
     assert capfd.readouterr().err == ""
 
 
-# Each says "now", and goes on when it is written to.
+# Each prints "now", and continues after a byte on its standard input.
 BEGINS = """
 import importlib.abc, os, runpy, sys
 
@@ -272,7 +272,7 @@ runpy.run_module("redline", run_name="__main__")
 
 
 def interrupted(program: str, verb: str = "--help") -> subprocess.CompletedProcess[str]:
-    """What the program came to, which got Ctrl-C when it said "now"."""
+    """The result of a program that got Ctrl-C after it had printed "now"."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", program, verb], stdin=pipe, stdout=pipe, stderr=pipe, text=True

@@ -1,4 +1,4 @@
-"""`redline role`: what is asked of the admin routes, and what is said of their answers."""
+"""`redline role`: its request to the admin routes, and its output for their answers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`redline simulate`: what is printed, as a table, as JSON and as a page, and what a wrong word is told."""
+"""`redline simulate`: its output as a table, as JSON and as a page, and its errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is printed for people: others' words are text, whatever they hold."""
+"""Output for people: text from others is printed literally, whatever it contains."""
 
 import io
 
@@ -33,7 +33,7 @@ def test_no_control_character_reaches_the_terminal_but_newline_and_tab(control: 
     table.add_row(f"in a {control} table")
     for printed in (f"a{control}b\nc", Text(f"a{control}b\nc", "bold"), table):
         assert not set(CONTROLS) & set(shown(printed)), f"{printed!r}"
-    assert "\\x1b[2J" in shown("\x1b[2J"), "and what was there is seen"
+    assert "\\x1b[2J" in shown("\x1b[2J"), "the control character is shown as an escape"
 
 
 def test_our_own_styles_and_bars_still_reach_it():
@@ -43,7 +43,7 @@ def test_our_own_styles_and_bars_still_reach_it():
     with Progress(console=console, transient=True) as bar:
         bar.add_task("loading", total=2)
     assert "\x1b[31mwarning" in screen.getvalue()
-    assert "\x1b[2K" in screen.getvalue(), "a bar that is gone at the end"
+    assert "\x1b[2K" in screen.getvalue(), "a transient bar is erased at the end"
 
 
 def test_one_line_is_one_line_and_short():
@@ -71,7 +71,7 @@ def test_no_digit_is_lost_in_eighty_columns(columns: int):
         for number in range(columns):
             assert sum(f"1,234,{row}{number:02}.5" in line for line in lines) == 1
     assert screen.getvalue().count("a title") == screen.getvalue().count("a caption") == 1
-    assert screen.getvalue().count("row 0") == (1 if columns == 3 else 3), "whose row it is stands in each part"
+    assert screen.getvalue().count("row 0") == (1 if columns == 3 else 3), "each part repeats the name of the row"
 
 
 def test_a_long_line_is_broken_between_words_and_a_path_stays_whole():

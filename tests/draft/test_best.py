@@ -1,4 +1,4 @@
-"""Which of two drafters is exported, and what is said of why."""
+"""The choice of the drafter to export, and the reasons printed for it."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ ROUNDS = 20
 
 
 def pooled(accepted: Sequence[int]) -> Pooled:
-    """Of prompts of 20 rounds each, with so many drafts accepted."""
+    """Figures of prompts of 20 rounds each; accepted: draft tokens accepted per prompt."""
     length = 1 + sum(accepted) / (ROUNDS * len(accepted))
     counts = {f"{number}": (ROUNDS, one) for number, one in enumerate(accepted)}
     total = ROUNDS * len(accepted)
@@ -41,20 +41,20 @@ def test_the_better_one_is_exported_and_the_lines_say_why():
     name, (why, control) = said(base=UNLIKE, mined=MORE, control=UNLIKE)
     assert name == "mined"
     assert why == (
-        "exported: mined, with 2.500 tokens a round, where base has 2.375; no interval of mined - base includes 0"
+        "exported: mined, with 2.500 tokens per round; base has 2.375; no interval of mined - base includes 0"
     )
-    assert control.endswith("mined has +0.125 tokens a round more; no interval includes 0: mining helped")
+    assert control.endswith("mined has +0.125 tokens per round; no interval includes 0: mining helped")
     name, (why,) = said(base=MORE, mined=UNLIKE)
     assert name == "base"
-    assert why.startswith("exported: base, with 2.500 tokens a round, where mined has 2.375")
+    assert why.startswith("exported: base, with 2.500 tokens per round; mined has 2.375")
 
 
 def test_what_is_not_told_apart_is_said():
     other = [one + 2 * (-1) ** number for number, one in enumerate(UNLIKE)]
     name, (why, control) = said(base=UNLIKE, mined=other, control=other)
     assert name == "base", "of two that are alike the first, which took less"
-    assert why.endswith("1 of 1 intervals of mined - base include 0: these prompts do not tell the two apart")
-    assert control.endswith("1 of 1 intervals include 0: that mining helped is not shown")
+    assert why.endswith("1 of 1 intervals of mined - base include 0: the difference is not significant")
+    assert control.endswith("1 of 1 intervals include 0: no significant effect of mining")
 
 
 def test_where_nothing_was_measured_the_mined_one_is_exported():

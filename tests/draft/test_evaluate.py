@@ -1,4 +1,4 @@
-"""Evaluation: rounds as the engine tells them, their mean and interval, the ceiling, the trainer's estimate."""
+"""Evaluation: rounds as reported by the engine, their mean and interval, the ceiling, the trainer's estimate."""
 
 import io
 import math
@@ -36,7 +36,7 @@ def test_a_round_is_a_row_that_verified_drafts_and_the_first_token_is_of_none():
 
 
 def test_drafts_behind_the_end_are_not_counted():
-    """The stop id is the first of the row's tokens; two more drafts held behind it."""
+    """The stop token is the first of the row's tokens; two more accepted draft tokens follow it."""
     answer = spoken("a", "code", [1], [delta(2), delta(9, proposed=3, accepted=3, finish="stop")])
     assert answer.rounds == (Round(2, 3, 1),)
 
@@ -46,7 +46,7 @@ def test_the_interval_is_over_prompts_and_holds_the_mean():
     found = acceptance_length(rounds)
     assert found.mean == 2.5
     assert found.low < 2.5 < found.high
-    assert found.high - found.low > 0.5, "prompts are drawn whole: their rounds are alike"
+    assert found.high - found.low > 0.5, "prompts are resampled whole, because their rounds are correlated"
     assert acceptance_length([[Round(5, 3, 2)]] * 9)[:3] == (3, 3, 3)
     assert math.isnan(acceptance_length([[], []]).mean)
 
@@ -57,7 +57,7 @@ def test_each_place_counts_the_rounds_that_proposed_so_many():
 
 @pytest.mark.parametrize(("finish", "last"), [("stop", 2), ("length", 1)])
 def test_a_perfect_drafter_loses_only_at_the_end(finish: Any, last: int):
-    answer = Spoken("a", "code", tuple(range(13)), 2, finish, (), 0)  # 10 tokens behind the answer's first
+    answer = Spoken("a", "code", tuple(range(13)), 2, finish, (), 0)  # 10 tokens after the answer's first
     assert perfect(answer, 3) == [Round(3, 3, 3), Round(7, 3, 3), Round(11, last, last)]
 
 
@@ -65,7 +65,7 @@ def test_a_perfect_drafter_loses_only_at_the_end(finish: Any, last: int):
 
 
 class FakeEngine:
-    """Every answer has a first token, then `rounds` rounds of 3 drafts of which `held` hold, then a stop."""
+    """Every answer has a first token, then `rounds` rounds of 3 draft tokens with `held` accepted, then a stop."""
 
     fingerprint = "fake"
     tokenizer = SimpleNamespace(stop_ids=(0,))

@@ -1,4 +1,4 @@
-"""Mining: what is difficult, where it is, and what is chosen to train on."""
+"""Mining: difficult examples, the difficult positions in them, and the selection for training."""
 
 import io
 import json
@@ -74,7 +74,7 @@ V, PROMPT = 16, 3
 
 
 def scored_sequence(tokens: list[int], steps: list[torch.Tensor]) -> Scores:
-    """States are logits here; the target is sure of every token that follows."""
+    """The states are logits here; the target is certain of every next token."""
     ids = torch.tensor(tokens)
     last = torch.nn.functional.one_hot(ids.roll(-1), V).float() * 20
     (found,) = score(
@@ -85,7 +85,7 @@ def scored_sequence(tokens: list[int], steps: list[torch.Tensor]) -> Scores:
 
 
 def foretelling(tokens: list[int], steps: int) -> list[torch.Tensor]:
-    """States of a drafter that is always right: row t of step j says token t + 2 + j."""
+    """States of a drafter that is always right: row t of step j predicts token t + 2 + j."""
     return [torch.nn.functional.one_hot(torch.tensor(tokens).roll(-2 - j), V).float() for j in range(steps)]
 
 
@@ -336,12 +336,12 @@ def test_a_trace_has_the_domain_that_it_names_or_its_files(tmp_path: Path):
 def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)  # there is none
+    monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)  # there is no target
     config = MineConfig(target="t", draft="d", out=str(tmp_path), corpus=("c",))
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ConfigError, match="made with budget 1000000, not 5"):
         mine(msgspec.structs.replace(config, budget=5), Console())
-    with pytest.raises(ConfigError, match="c: cannot be read"):  # past the check
+    with pytest.raises(ConfigError, match="c: cannot be read"):  # the settings were accepted
         mine(msgspec.structs.replace(config, batch=8), Console())
 
 

@@ -1,4 +1,4 @@
-"""The factory from one file: stages that are done once, in order, and a recipe whose mistakes are named."""
+"""The pipeline from one file: stages run once, in order, and mistakes in a recipe are reported with their place."""
 
 import errno
 import io
@@ -44,7 +44,7 @@ class Cook(Record, frozen=True):
 
 @pytest.fixture
 def kitchen(tmp_path: Path) -> tuple[Callable[..., int], list[str]]:
-    """Two stages, the second after the first; what ran, in order."""
+    """Two stages, the second after the first; and the list of stages run, in order."""
     ran: list[str] = []
 
     def cook(config: Cook, console: Console) -> int:
@@ -133,7 +133,7 @@ def test_what_somebody_has_removed_is_made_again(kitchen: tuple[Callable[..., in
         ({"budgett": 1}, r"r\.toml: mine\.budgett: no such key; expected one of answers, "),
         ({"budget": "much"}, r"r\.toml: mine\.budget: Expected `int`, got `str`"),
         ({"traffic": {"code": "all"}}, r"r\.toml: mine\.traffic.*Expected `float`"),
-        ({"out": "x"}, r"r\.toml: mine\.out: the recipe decides it"),
+        ({"out": "x"}, r"r\.toml: mine\.out: set by the recipe itself"),
         ({"choose": "luck"}, r"r\.toml: mine\.choose: Invalid enum value 'luck'; expected 'gap' or 'uniform'"),
     ],
 )
@@ -155,7 +155,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("[mine]", "target"),
         ('target = "{}"\nsinth = 1', "sinth: no such key"),
         ('target = "{}"\nsynth = 1', "synth: Expected `object"),
-        ('target = "{}"\n[synth]\ncount = 1', "out: the folder of everything"),
+        ('target = "{}"\n[synth]\ncount = 1', "out: missing; give the output folder"),
         ('target = "{}"\nout = "o"', r"expected \[synth\], or corpus"),
         ('target = "{}"\nout = "o"\n[synth]\ncuont = 1', r"synth\.cuont: no such key"),
         ('target = "{}"\nout = "o"\n[synth]\ncount = 1', r"\[train\]: missing"),
@@ -254,7 +254,7 @@ def test_a_recipe_that_streams_captures_nothing(tiny: Path, tmp_path: Path):
     assert (base.capture, base.corpus) == (None, (str(out / "corpus.jsonl"),))
     assert mined.corpus == (str(out / "mine" / "mixed.jsonl"),)
     path.write_text(text + "[capture]\nmax_tokens = 9\n")
-    with pytest.raises(ConfigError, match="capture: nothing is stored with stream = true"):
+    with pytest.raises(ConfigError, match="capture: not used with stream = true"):
         stages_of(path, None)
 
 
@@ -348,7 +348,7 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
     (why,) = (line for line in text.splitlines() if line.startswith("exported: "))
     chosen = why.split()[1].rstrip(",")
     assert chosen in ("base", "mined")
-    assert "control, trained as long on prompts that were not mined" in text
+    assert "control, trained for as long on prompts that were not mined" in text
     assert "mined - base" in text
     mining, control = (stage.config for stage in stages if stage.name in ("mined", "control"))
     assert (mining.recipe, mining.drafter, mining.start) == (control.recipe, control.drafter, control.start)
@@ -373,13 +373,13 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
     mined = json.loads((out / "mine" / "report.json").read_bytes())
     assert mined["positions"] > 0
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None)  # what is done needs nothing any more
+    monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None)  # finished stages need no package any more
     assert run(config, QUIET) == 0
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
 
 
 EVALUATIONS = ("eval-base", "eval", "eval-control")
-STAGES = {  # and what each calls in the middle of its work
+STAGES = {  # stage -> a function that it calls in the middle of its work
     "synth": "redline.draft.corpus.synth.synth",
     "capture": "redline.draft.corpus.capture.capture",
     "base": "redline.draft.train.train.train",
@@ -401,7 +401,7 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
         raise KeyboardInterrupt
 
     def after_one(work: Callable[..., Any]) -> Callable[..., Any]:
-        """Of two stages that call the same: the one before, which was interrupted, is done."""
+        """For two successive stages with one function: the first call completes the interrupted stage before."""
         calls = iter((work, interrupt))
         return lambda *given, **more: next(calls)(*given, **more)
 
@@ -412,7 +412,7 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
             patch.setattr(STAGES[name], after_one(evaluate.evaluate) if again else interrupt)
             assert run(config, Console(file=screen, width=200)) == 130, name
         lines = screen.getvalue().splitlines()
-        done = list(STAGES)[: max(0, number - 1)]  # the one before was interrupted, and is done in this run
+        done = list(STAGES)[: max(0, number - 1)]  # the stage before was interrupted, and completes in this run
         assert lines[: len(done)] == [f"{n}/13 {stage}: done" for n, stage in enumerate(done, 1)]
         assert [line.strip("\u2500 ") for line in lines if re.search(r"\u2500 \d+/13 ", line)][
             -1
@@ -434,8 +434,8 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
         ("answers = 1", "answers = -1", "stage mine: examples, answers"),
         ("answers = 1", "device = 'tpu'", "stage mine: device is 'tpu'"),
         ('prompts = "asked.jsonl"', 'prompts = "nowhere.jsonl"', "nowhere.jsonl: cannot be read"),
-        ('prompts = "asked.jsonl"', 'prompts = "empty.jsonl"', "stage eval-base: .*empty.jsonl: no prompt in it"),
-        ('prompts = ["asked.jsonl"]', 'prompts = ["empty.jsonl"]', "stage synth: .*empty.jsonl: no prompt in it"),
+        ('prompts = "asked.jsonl"', 'prompts = "empty.jsonl"', "stage eval-base: .*empty.jsonl: contains no prompt"),
+        ('prompts = ["asked.jsonl"]', 'prompts = ["empty.jsonl"]', "stage synth: .*empty.jsonl: contains no prompt"),
         ("k = [2]", "k = [0]", "stage eval-base: .*--k is"),
         ("k = [2]", "temperature = 7.0", "stage eval-base: temperature is 7.0"),
     ],

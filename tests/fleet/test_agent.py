@@ -1,4 +1,4 @@
-"""An agent and the server's side of it in one process: orders, ends, silence, and who is not taken in."""
+"""An agent and the server's side of it in one process: orders, worker ends, missed heartbeats, and refused agents."""
 
 import asyncio
 import subprocess
@@ -33,7 +33,7 @@ def anyio_backend() -> str:
 
 
 class Workers:
-    """As `start_worker`: processes that only sleep, and what each was told."""
+    """Stands in for `start_worker`: starts processes that only sleep, and records the config of each."""
 
     def __init__(self) -> None:
         self.told: list[WorkerConfig] = []
@@ -62,7 +62,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Workers:
 
 @asynccontextmanager
 async def living(life: Any) -> AsyncGenerator[Any]:
-    """While inside, something lives."""
+    """Run `life.live()` as a task while the context is open."""
     task = asyncio.create_task(life.live())
     try:
         yield life
@@ -92,7 +92,7 @@ async def joined(machines: Machines, name: str = "gpu-1") -> None:
 
 
 async def heard_again(machines: Machines, name: str = "gpu-1", times: int = 3) -> None:
-    """A machine has said so many words more, so what was to come of those before has come."""
+    """Wait for `times` more messages of a machine, so that the effects of earlier ones have arrived."""
     for _ in range(times):
         word = machines._joined[name].word
         await eventually(lambda word=word: machines._joined[name].word is not word)
@@ -121,7 +121,7 @@ async def test_its_end_is_told_with_its_code_and_the_next_start_runs_alone(worke
         assert await asyncio.wait_for(first.ended, LIMIT_S) == " with code -15"
         machines.start("gpu-1", order(epoch=2))
         await eventually(lambda: workers.running == 1)
-        machines.start("gpu-1", order(epoch=3))  # though the second still runs
+        machines.start("gpu-1", order(epoch=3))  # while the second still runs
         await eventually(lambda: [told.epoch for told in workers.told] == [1, 2, 3])
         assert workers.most == 1
 
@@ -155,7 +155,7 @@ async def test_workers_that_no_server_hears_of_are_ended(workers: Workers, monke
             await joined(machines)
             machines.start("gpu-1", order())
             await eventually(lambda: workers.running == 1)
-            life.cancel()  # as a server that was killed: it says nothing any more
+            life.cancel()  # as if the server had been killed: it sends nothing more
             await asyncio.wait({life})
             await eventually(lambda: workers.running == 0)
 
@@ -174,7 +174,7 @@ async def test_a_server_that_was_started_anew_has_none_of_the_workers_of_the_one
             before._door.close()
             machines = await opened.enter_async_context(living(await bound(listen)))
             await joined(machines)
-            second = machines.start("gpu-1", order("two"))  # of the same epoch as the other's
+            second = machines.start("gpu-1", order("two"))  # the same epoch as the worker of the previous server
             await eventually(lambda: len(workers.told) == 2 and workers.running == 1)
             assert workers.told[1].name == "two"
             assert not second.ended.done()
@@ -182,7 +182,7 @@ async def test_a_server_that_was_started_anew_has_none_of_the_workers_of_the_one
 
 
 async def bound(listen: str) -> Machines:
-    """ZeroMQ gives a port back in a thread of its own, a little after the close."""
+    """A listener on `listen`. Retries, because ZeroMQ releases the port in the background, shortly after the close."""
 
     def made() -> Machines | None:
         with suppress(ConfigError):
@@ -221,9 +221,9 @@ async def test_a_machine_that_is_silent_counts_as_gone_and_so_do_its_workers(
         await eventually(lambda: machines._joined["gpu-1"].unheard >= QUIET)
         assert not killed.ended.done()
         killed.kill()
-        assert "gpu-1 is not heard of" in await asyncio.wait_for(killed.ended, LIMIT_S)
+        assert "gpu-1 sends no reports" in await asyncio.wait_for(killed.ended, LIMIT_S)
         assert not wanted.ended.done(), "its stream may go on yet"
-        assert "gpu-1 has not been heard of for 30 s" in await asyncio.wait_for(wanted.ended, LIMIT_S)
+        assert "no report from the agent of gpu-1 for 30 s" in await asyncio.wait_for(wanted.ended, LIMIT_S)
         assert wanted.gone
         assert killed.gone
 
@@ -275,11 +275,13 @@ async def test_agents_that_are_not_taken_in_are_told_why(
         process = machines.start("gpu-1", order())
         await eventually(lambda: workers.running == 1)
         async with living(an_agent(machines)):
-            await eventually(lambda: "not taken in: another agent was heard as gpu-1 lately" in caplog.text)
-            assert caplog.text.count("the agent of gpu-1 is not taken in") == 1, "however often it asks"
+            await eventually(lambda: "the server refused this agent: another agent has joined as gpu-1" in caplog.text)
+            assert caplog.text.count("the agent of gpu-1 is refused") == 1, "however often it asks"
         monkeypatch.setattr(agents, "__version__", "9.9")
         async with living(an_agent(machines, "gpu-2")):
-            await eventually(lambda: "not taken in: it runs Redline 9.9, and the server " in caplog.text)
+            await eventually(
+                lambda: "the server refused this agent: it runs Redline 9.9, and the server " in caplog.text
+            )
         assert list(machines._joined) == ["gpu-1"]
         assert not process.ended.done()
 
@@ -313,7 +315,7 @@ async def test_an_agent_without_a_server_logs_once_that_nobody_answers(
 async def test_what_is_not_understood_is_said_and_does_no_harm(
     workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From one with the key, so of another version: at the server's door, and at an agent's."""
+    """Messages from a peer with the key but another version, sent to the server's socket and to an agent's."""
     async with a_server() as machines, living(agent := an_agent(machines)):
         await joined(machines)
         process = machines.start("gpu-1", order())
@@ -323,8 +325,8 @@ async def test_what_is_not_understood_is_said_and_does_no_harm(
             with SocketOutbox(address, KEY.encode()) as friend:
                 for head in heads:
                     friend._socket.send(head)
-        await eventually(lambda: "an agent says what is not understood" in caplog.text)
-        await eventually(lambda: f"{machines.address} says what is not understood" in caplog.text)
+        await eventually(lambda: "an agent sent a message that cannot be decoded" in caplog.text)
+        await eventually(lambda: f"{machines.address} sent a message that cannot be decoded" in caplog.text)
         second = machines.start("gpu-1", order("two"))
         await eventually(lambda: workers.running == 2)
         second.kill()
@@ -332,7 +334,7 @@ async def test_what_is_not_understood_is_said_and_does_no_harm(
         assert not process.ended.done()
 
 
-# ------------------------------------------------------------------------------------------- what it is told
+# -------------------------------------------------------------------------------------------- configuration
 
 
 def config(folder: Path, **other: Any) -> AgentConfig:
@@ -344,7 +346,7 @@ def config(folder: Path, **other: Any) -> AgentConfig:
 
 
 def test_an_agent_raises_the_bound_on_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers inherit it."""
+    """Its workers inherit the limit."""
     bounds = [(1024, 1 << 20)]
     monkeypatch.setattr("resource.getrlimit", lambda _: bounds[-1])
     monkeypatch.setattr("resource.setrlimit", lambda _, pair: bounds.append(pair))
@@ -362,7 +364,7 @@ def test_its_own_address_is_the_one_towards_the_server(tmp_path: Path) -> None:
     [
         ({"join": "127.0.0.1:7600"}, "--join is '127.0.0.1:7600'; expected tcp://HOST:PORT"),
         ({"join": "tcp://127.0.0.1:70000"}, "--join is .*; expected tcp://HOST:PORT"),
-        ({"listen": "0.0.0.0"}, "--listen is at 0.0.0.0, every network of this machine; name the one address"),
+        ({"listen": "0.0.0.0"}, "--listen is at 0.0.0.0, all addresses of this machine; give the one"),
         ({"listen": "*"}, r"--listen is at '\*'; expected the IPv4 address"),
         ({"listen": "eth0"}, "--listen is at 'eth0'; expected the IPv4 address"),
         ({"key_file": Path("/nowhere/key")}, "--key-file: /nowhere/key cannot be read: No such file"),
@@ -384,7 +386,7 @@ def test_a_key_that_every_user_can_use_is_refused(tmp_path: Path, bit: int) -> N
 def test_a_key_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
     told = config(tmp_path)
     told.key_file.write_text("x" * (LEAST_KEY - 1) + "\n")
-    with pytest.raises(ConfigError, match="has 31 characters; expected 32 at least"):
+    with pytest.raises(ConfigError, match="has 31 characters; expected at least 32"):
         agent_of(told)
 
 

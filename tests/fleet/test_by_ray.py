@@ -1,4 +1,4 @@
-"""What Ray is asked for, and how its driver is kept; Ray itself is met in `make test-ray`."""
+"""Which resources Ray is asked for, and how its driver is supervised. Ray itself is tested by `make test-ray`."""
 
 import asyncio
 import subprocess
@@ -53,5 +53,5 @@ def test_a_driver_that_ends_is_followed_by_another_which_ends_with_its_pipe(
         await asyncio.wait({keeping})
 
     asyncio.run(live())
-    assert "Ray's driver has ended with code 1" in caplog.text
+    assert "the Ray driver has ended with code 1" in caplog.text
     assert [driver.returncode for driver in made] == [1, 0]

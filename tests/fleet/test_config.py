@@ -102,7 +102,7 @@ def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path
     config = read(write(tmp_path, STEERED), {})
     assert config.sla == {"default": Sla(ttft_ms=2000), "interactive": Sla(ttft_ms=500, itl_ms=30)}
     assert config.steer == Steer(every_s=2.0)
-    assert {place.transport for place in config.places} == {"auto"}, "any of them may come to compute prompts"
+    assert {place.transport for place in config.places} == {"auto"}, "any of them may switch to the prefill role"
     alone = read(write(tmp_path, STEERED.replace("[steer]\nevery_s = 2\n", "")), {})
     assert alone.steer is None
     assert {place.transport for place in alone.places} == {None}
@@ -112,21 +112,25 @@ def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path
     ("old", "new", "complaint"),
     [
         ("itl_ms = 30", "tpot_ms = 30", "unknown key sla.interactive.tpot_ms"),
-        ("[sla.default]\nttft_ms = 2000\n", "", "[steer] goes by what requests are promised; set [sla.default]"),
-        ("ttft_ms = 2000", "", "[sla.default] promises nothing; set ttft_ms, itl_ms, or both"),
+        ("[sla.default]\nttft_ms = 2000\n", "", "[steer] needs SLO targets; set [sla.default]"),
+        ("ttft_ms = 2000", "", "[sla.default] has no target; set ttft_ms, itl_ms, or both"),
         ("ttft_ms = 2000", "ttft_ms = 0", "$.sla[...].ttft_ms"),
         ("[sla.interactive]", '[sla."a b"]', "a class of requests is called 'a b'"),
         ("every_s = 2", "every_s = 0", "$.steer.every_s"),
         ("every_s = 2", "every = 2", "unknown key steer.every; did you mean steer.every_s?"),
-        ("count = 2", "count = 1", "[steer] gives workers other roles, and there is one"),
+        ("count = 2", "count = 1", "[steer] switches roles between workers, and there is one"),
         ("[sla.default]", "api_replicas = 2\n[sla.default]", "api_replicas is 2, and [steer] is set"),
         ("every_s = 2", "spare_s = 0", "$.steer.spare_s"),
-        ("count = 2", "count = 2\nleast = 3", "workers[0].least is 3, and count is 2; expected at most as many"),
-        ("count = 2", "count = 2\nleast = 0", "no [[workers]] that answers runs in any case; set least to 1 or more"),
+        ("count = 2", "count = 2\nleast = 3", "workers[0].least is 3, and count is 2; expected at most 2"),
+        (
+            "count = 2",
+            "count = 2\nleast = 0",
+            'no worker with role "decode" or "both" always runs; set least to 1 or more',
+        ),
         (
             "[steer]\nevery_s = 2\n[[workers]]",
             "[[workers]]\nleast = 1",
-            "least is 1, and nobody would start the others",
+            "least is 1, and only [steer] starts the others",
         ),
     ],
 )
@@ -194,7 +198,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
     flags: dict[str, Any] = {"port": 1234, "engine.kv_memory": "64MB", "keys_file": "here.txt"}
     config = read(write(tmp_path, WHOLE), flags)
     assert (config.port, config.engine.kv_memory, config.engine.max_model_len) == (1234, 64_000_000, 4096)
-    assert config.keys_file == "here.txt", "a flag's path is relative to where it was typed"
+    assert config.keys_file == "here.txt", "a flag's path is relative to the working directory"
 
 
 @pytest.mark.parametrize(
@@ -244,7 +248,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         (SUFFIX + 'synthetic_acceptance = "much"', r"synthetic_acceptance is 'much'; expected a length such as"),
         (
             'host = "0.0.0.0"\n' + SUFFIX + "synthetic_acceptance = 2.5",
-            r"synthetic_acceptance is for benchmarks: .*; host is 0\.0\.0\.0, which others reach",
+            r"synthetic_acceptance is for benchmarks: .*; host is 0\.0\.0\.0, which other machines reach",
         ),
         (
             SUFFIX + 'drafter = "d"',
@@ -256,12 +260,15 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ('weights = "w"\n[engine.speculation]\ntype = "learned"', r"missing required field `drafter` - at `\$\.engine"),
         (
             'weights = "w"\n[engine.speculation]\ntokens = 3',
-            r"engine\.speculation\.tokens is set, but nothing drafts: set",
+            r"engine\.speculation\.tokens is set, but there is no drafter: set",
         ),
-        ('weights = "w"\n[engine.speculation]\ntrace = "t"', r"engine\.speculation\.trace is set, but nothing drafts"),
+        (
+            'weights = "w"\n[engine.speculation]\ntrace = "t"',
+            r"engine\.speculation\.trace is set, but there is no drafter",
+        ),
         (
             'weights = "w"\n[engine.speculation]',
-            r"engine\.speculation is set, but nothing drafts: set engine\.speculation\.t",
+            r"engine\.speculation is set, but there is no drafter: set engine\.speculation\.t",
         ),
         (
             'weights = "w"\n[engine]\nspeculation = "suffix"',
@@ -458,7 +465,7 @@ def test_each_kind_of_worker_has_what_the_engine_table_says_and_over_it_its_own(
     ],
 )
 def test_a_worker_is_alone_where_no_other_may_have_its_gpus(tmp_path: Path, workers: str, alone: list[bool]):
-    """workers: what each kind says, one behind the other."""
+    """workers: the settings of each kind of worker, separated by "|"."""
     kinds = [f'[[workers]]\nname = "w{number}"\n{kind}\n' for number, kind in enumerate(workers.split("|"))]
     config = read(write(tmp_path, 'weights = "w"\n' + "".join(kinds if workers else ())), {})
     assert [place.alone for place in config.places] == alone
@@ -487,7 +494,7 @@ def test_one_worker_does_everything_where_none_is_named(tmp_path: Path):
         ("[[workers]]\ncount = 2\ndevices = [0]", "has 1 GPUs for count = 2"),
         ("[[workers]]\ndevices = [0]\nengine = {ranks = 2}", "has 1 GPUs for each worker, and engine.ranks is 2"),
         ("[[workers]]\n[[workers]]", "two kinds of .* are called worker"),
-        ("[[workers]]\nrole = 'prefill'", "none would answer"),
+        ("[[workers]]\nrole = 'prefill'", "add one with role"),
     ],
 )
 def test_a_mistake_in_a_kind_of_worker_names_its_place(text: str, words: str, tmp_path: Path):
@@ -503,7 +510,7 @@ def test_how_prompts_are_handed_over_is_one_key_and_reaches_each_worker(
     file.write_text(f'weights = "w"\n{pools}')
     assert [place.transport for place in read(file, {}).places] == ["auto", "auto"]
     file.write_text('weights = "w"\n')
-    assert [place.transport for place in read(file, {}).places] == [None], "nobody hands anything over"
+    assert [place.transport for place in read(file, {}).places] == [None], "no KV transfer without a prefill worker"
     file.write_text(f'weights = "w"\n[handoff]\ntransport = "nixl"\n{pools}')
     monkeypatch.setattr(choice, "find_spec", lambda name: name)
     assert [place.transport for place in read(file, {}).places] == ["nixl", "nixl"]
@@ -528,7 +535,7 @@ def test_a_worker_at_another_machine_has_that_machines_paths(tmp_path: Path):
     )
     config = read(write(tmp_path, f'{CLUSTER}{drafts}{there}[[workers]]\nname = "c"\n'), {})
     one, two, here = config.places
-    assert [place.alone for place in config.places] == [True] * 3, "each has a machine"
+    assert [place.alone for place in config.places] == [True] * 3, "each worker has a machine of its own"
     assert (one.at, one.weights, two.at, two.weights) == ("gpu-1", "/srv/k2", "gpu-2", f"{tmp_path}/w")
     assert [place.engine.speculation.drafter for place in (one, two, here)] == [  # type: ignore[union-attr]
         "/srv/d", f"{tmp_path}/d", f"{tmp_path}/d",
@@ -551,17 +558,17 @@ def test_ray_gives_every_worker_a_machine_of_its_own_name(tmp_path: Path):
         ('weights = "w"\n[[workers]]\nat = "gpu-1"', r"workers\[0\].at is gpu-1; set \[cluster\] listen and key_file"),
         (CLUSTER, r"\[cluster\] is for workers on other machines, and no \[\[workers\]\] has `at`"),
         (CLUSTER + '[[workers]]\nat = "a b"', r"workers\[0\].at is 'a b'; expected 1 to 63 letters"),
-        (CLUSTER + '[[workers]]\nat = "a"\nweights = "w"', r"workers\[0\].weights is w; expected a whole path"),
+        (CLUSTER + '[[workers]]\nat = "a"\nweights = "w"', r"workers\[0\].weights is w; expected an absolute path"),
         (CLUSTER + '[[workers]]\nweights = "/w"', r"workers\[0\].weights is a path on another machine; set at"),
         (CLUSTER + 'kind = "ray"\n[[workers]]\nat = "a"', r'at is a, and cluster.kind is "ray", which chooses'),
         (CLUSTER + 'kind = "ray"\n[[workers]]\ndevices = [0]', r'devices is set, and cluster.kind is "ray"'),
-        (CLUSTER.replace("10.0.0.1", "0.0.0.0"), "cluster.listen is at 0.0.0.0, every network of this machine"),
+        (CLUSTER.replace("10.0.0.1", "0.0.0.0"), "cluster.listen is at 0.0.0.0, all addresses of this machine"),
         (CLUSTER.replace("10.0.0.1", "here"), "cluster.listen is at 'here'; expected the IPv4 address"),
         (CLUSTER.replace(":7600", ""), "cluster.listen is '10.0.0.1'; expected ADDRESS:PORT"),
         (CLUSTER.replace("key_file", "keyfile"), "unknown key cluster.keyfile; did you mean cluster.key_file"),
         (
             CLUSTER + '[[workers]]\nrole = "prefill"\nat = "gpu-1"\n[[workers]]\nrole = "decode"',
-            'handoff.transport is "auto", within one machine, and prefill is at gpu-1, decode is here: set '
+            'handoff.transport is "auto", which works within one machine, and prefill is at gpu-1, decode is here: set '
             'handoff.transport = "nixl"',
         ),
     ],
@@ -575,7 +582,9 @@ def test_pools_of_one_other_machine_may_share_its_memory_and_of_two_use_nixl(tmp
     pools = '[[workers]]\nrole = "prefill"\nat = "a"\n[[workers]]\nrole = "decode"\nat = "%s"'
     assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"auto"}
     text = CLUSTER + '[handoff]\ntransport = "nixl"\n' + pools % "b"
-    assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, "which they have to have"
+    assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, (
+        "workers of two machines need NIXL"
+    )
 
 
 def test_memory_below_the_prefix_cache_is_sizes_and_a_folder_for_each_worker(tmp_path: Path) -> None:
@@ -642,11 +651,11 @@ def test_each_worker_tells_of_its_pages_at_an_address_of_its_own(tmp_path: Path)
         ('endpoint = "ipc://a"\nreplay = "tcp://x"', r"events\.replay is 'tcp://x'; expected"),
         (
             'endpoint = "tcp://127.0.0.1:5557"\nreplay = "tcp://127.0.0.1:5558"',
-            r"events\.endpoint and events\.replay meet: .* let them be 2 apart",
+            r"events\.endpoint and events\.replay overlap: .* leave a gap of at least 2",
         ),
         (
             'endpoint = "tcp://*:5557"\nreplay = "tcp://127.0.0.1:5558"',
-            r"events\.endpoint and events\.replay meet: .* let them be 2 apart",
+            r"events\.endpoint and events\.replay overlap: .* leave a gap of at least 2",
         ),
         ('replay = "ipc://a"', r"missing required field `endpoint`"),
     ],

@@ -1,4 +1,4 @@
-"""Connections are handed to replicas, and wait where these have too many to take in."""
+"""Connections are passed to replicas, and wait while the replicas have too many to accept."""
 
 import asyncio
 import socket
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from redline.fleet.doorman import AGAIN_S, Doorman, Taker, take
+from redline.fleet.doorman import AGAIN_S, ConnectionBalancer, ReplicaSlot, take
 from redline.wire.replicas import Use
 from tests.api.sockets import ASYNCIO
 from tests.clocks import FakeClock
@@ -42,12 +42,12 @@ async def test_more_connections_than_a_replica_takes_in_wait_and_none_is_lost(
 ) -> None:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    taker = Taker("one", ours)
+    taker = ReplicaSlot("one", ours)
     taker.use, taker.heard_at = USE, clock()
-    doorman = Doorman(listener, lambda: [taker], clock)
+    doorman = ConnectionBalancer(listener, lambda: [taker], clock)
     doorman.look()
     clients = [socket.create_connection(listener.getsockname()) for _ in range(600)]
-    await eventually(lambda: doorman._held is not None)  # the door is full
+    await eventually(lambda: doorman._held is not None)  # the replica's socket is full
     await turns(20)
     taken: list[socket.socket] = []
     while len(taken) < len(clients):
@@ -63,9 +63,9 @@ async def test_more_connections_than_a_replica_takes_in_wait_and_none_is_lost(
 async def test_a_connection_that_nobody_took_ends_with_the_doorman(clock: FakeClock, listener: socket.socket) -> None:
     ours, theirs = socket.socketpair()
     theirs.close()  # the replica has just ended
-    taker = Taker("one", ours)
+    taker = ReplicaSlot("one", ours)
     taker.use, taker.heard_at = USE, clock()
-    doorman = Doorman(listener, lambda: [taker], clock)
+    doorman = ConnectionBalancer(listener, lambda: [taker], clock)
     doorman.look()
     with socket.create_connection(listener.getsockname()) as client:
         await eventually(lambda: doorman._held is not None)

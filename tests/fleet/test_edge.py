@@ -1,4 +1,4 @@
-"""The edge of a real server: draining, signals, SIGHUP, the admin port, HTTPS over a socket in the file system."""
+"""The edge of a real server: draining, signals, SIGHUP, the admin port, HTTPS over a Unix socket."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Start = Callable[..., Server]
 
 
 def deployment(folder: Path, weights: Path, text: str) -> Path:
-    """A file beside its keys; paths in it are relative to it."""
+    """A deployment file next to its key files; paths in it are relative to it."""
     (folder / "keys.txt").write_text("alice k1 concurrency=4\n")
     (folder / "admin.txt").write_text("root r1\n")
     path = folder / "deployment.toml"
@@ -28,7 +28,7 @@ def deployment(folder: Path, weights: Path, text: str) -> Path:
 
 
 def asked(url: str, key: str, body: dict[str, object] | None = None, method: str = "GET"):
-    """The status, the body and Retry-After."""
+    """The status, the body and Retry-After of an answer."""
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, headers, method=method if data is None else "POST")
@@ -52,7 +52,7 @@ def test_it_drains_when_it_is_told_to_and_reads_its_keys_again(start: Start, tin
     completions = f"{server.url}/v1/completions"
     assert asked(completions, "k1", body)[0] == 200
     (tmp_path / "keys.txt").write_text("alice k2\n")
-    os.kill(server.process.pid, signal.SIGHUP)  # there is no terminal: it reads its keys again
+    os.kill(server.process.pid, signal.SIGHUP)  # without a terminal SIGHUP makes the server read its keys again
     wait_for(lambda: "1 keys are in effect now" in server.said, server)
     assert asked(completions, "k1", body)[0] == 401
     assert asked(completions, "k2", body)[0] == 200
@@ -67,7 +67,7 @@ def test_it_drains_when_it_is_told_to_and_reads_its_keys_again(start: Start, tin
     )
     pieces = iter(stream)
     next(pieces)
-    # Another goes on for as long as its client stays, so the server drains until then.
+    # A second stream runs until its client disconnects, so the server keeps draining until then.
     held = client.completions.create(
         model="tiny", prompt="the", max_tokens=50_000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -100,7 +100,7 @@ def test_https_over_a_socket_in_the_file_system(start: Start, tiny: Path, tmp_pa
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
     subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=LIMIT_S)
-    place = Path(os.path.relpath(tmp_path))  # a socket's path has 107 bytes at most
+    place = Path(os.path.relpath(tmp_path))  # the path of a Unix socket has at most 107 bytes
     source = deployment(place, tiny, 'unix_socket = "redline.sock"\ntls_cert = "cert.pem"\ntls_key = "key.pem"\n')
     server = start(source)
     wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, server)

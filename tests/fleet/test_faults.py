@@ -1,4 +1,4 @@
-"""Links between a server's processes that stall and drop, and a server that is stopped and killed: what clients see."""
+"""Links between a server's processes that stall and drop, and a server that is stopped or killed: what clients see."""
 
 import os
 import re
@@ -21,12 +21,12 @@ from tests.waiting import LIMIT_S, until
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 
-STALL_S = 3600.0  # a link holds what it carries for longer than any test
+STALL_S = 3600.0  # seconds for which a link holds its messages: longer than any test
 
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """For sockets, whose paths are short."""
+    """A folder for sockets with a short path."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         yield Path(folder)
 
@@ -56,7 +56,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory, place: Path, links: Detours)
 
 
 def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
-    """From a worker, or from the API, to a socket: connected when the first request takes that way."""
+    """The link from a worker, or from the API, to a socket. It connects when the first request uses it."""
     pid = pools.process.pid if writer == "api" else workers(pools)[writer]["pid"]
     for together in range(4, 44, 4):
         found = [name for name in links.links() if name.writer == pid and name.socket.startswith(socket)]
@@ -73,8 +73,8 @@ def answers_beside(
     fault: Callable[[], object] = lambda: None,
     when: Callable[[], object] = lambda: True,
 ) -> dict[int, list[int]]:
-    """The answers to requests that come together, and a fault once `when` is true. Where all have ended before that,
-    others come behind them, since the first may all have gone where nothing is to happen."""
+    """The answers to concurrent requests; `fault` is called once `when` is true. If all have ended before that,
+    more requests are sent, since none of the first may have used the link under test."""
     answers: dict[int, list[int]] = {}
     threads: list[threading.Thread] = []
 
@@ -133,13 +133,13 @@ def test_where_a_link_stalls_streams_go_on_elsewhere(
 ) -> None:
     name = link(pools, links, writer, socket)
     links.stall(name, STALL_S)
-    answers = answers_beside(pools, numbers)  # nobody has waited for it
+    answers = answers_beside(pools, numbers)  # none of them waited for the stalled link
     links.stall(name, 0.0)
     assert answers == undisturbed(pools, numbers)
 
 
 def test_where_a_server_is_stopped_and_goes_on_no_token_is_lost(pools: Server) -> None:
-    """That it takes no worker for silent then: tests/api/test_gateway.py."""
+    """That the server does not take a worker for silent after its own stop: tests/api/test_gateway.py."""
 
     def stop() -> None:
         os.kill(pools.process.pid, signal.SIGSTOP)
@@ -158,7 +158,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind_not_even_a_stopped_worker
     parcels = re.search(r"(/\S*/redline-[^/\s]+)/parcels-", maps)
     assert parcels is not None
     os.kill(pids["decode-1"], signal.SIGSTOP)
-    os.kill(pids["decode-0"], signal.SIGKILL)  # it leaves nothing to itself
+    os.kill(pids["decode-0"], signal.SIGKILL)  # SIGKILL leaves it no chance to clean up
     pools.process.kill()
     assert pools.ends() == -signal.SIGKILL
     assert not Path(parcels[1]).exists()

@@ -1,4 +1,4 @@
-"""Who is told of whom, where the API is several processes; and who gets the next connection."""
+"""Which workers and replicas are announced to whom with several API processes, and which gets the next connection."""
 
 import asyncio
 import socket
@@ -13,12 +13,12 @@ import pytest
 from redline.api.metrics import Metrics
 from redline.fleet import kept, replicas
 from redline.fleet.config import ServeConfig
-from redline.fleet.doorman import AT_ONCE, Doorman, Taker, take
+from redline.fleet.doorman import AT_ONCE, ConnectionBalancer, ReplicaSlot, take
 from redline.fleet.fleet import AGAIN_S, Fleet, ReplicaStart
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.replicas import SupervisedReplica
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Beat, Ready
+from redline.wire.news import Heartbeat, Ready
 from redline.wire.replicas import Drain, Replicas, Roster, Use
 from tests.waiting import LIMIT_S, eventually, turns
 
@@ -33,7 +33,7 @@ def anyio_backend() -> str:
 
 
 class World:
-    """A fleet at a time of the test's own."""
+    """A fleet with a clock that the test sets."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 100.0
@@ -69,7 +69,7 @@ def test_workers_are_told_of_replicas_and_replicas_of_workers_whoever_comes_firs
         assert roster.replicas == ("a.1", "b.1")
         (one,) = roster.starts
         assert (one.worker, one.epoch, one.role, one.inbox) == ("w", 3, "decode", "ipc://w")
-        assert one.outbox.endswith(f"{start.name}.w.3"), "each hears it at an address of its own"
+        assert one.outbox.endswith(f"{start.name}.w.3"), "each replica has its own address for the worker's messages"
     world.fleet.leave(early, "killed")
     world.fleet.leave(early, "killed")
     (message,) = told(outbox, Replicas)
@@ -80,7 +80,7 @@ def test_workers_are_told_of_replicas_and_replicas_of_workers_whoever_comes_firs
 def test_what_becomes_of_a_worker_is_told_every_replica(world: World) -> None:
     start = world.replica("a")
     link = world.fleet.join("w", MemoryChannel())
-    world.fleet.take(link, [READY, Beat()])
+    world.fleet.take(link, [READY, Heartbeat()])
     assert world.fleet.ready is not None
     world.fleet.drain(link)
     world.fleet.lose(link, "it is replaced", asked=True)
@@ -107,7 +107,7 @@ def test_a_worker_that_a_replica_does_not_hear_of_is_told_of_it_again(world: Wor
     (first,) = told(outbox, Replicas)
     (*_, roster) = told(start.outbox, Roster)
     world.says(start, roster.number)
-    assert told(outbox, Replicas) == [], "it may be under way"
+    assert told(outbox, Replicas) == [], "the message may still be on its way"
     world.now += AGAIN_S + 0.1
     world.says(start, roster.number)
     assert told(outbox, Replicas) == [first]
@@ -128,7 +128,7 @@ def test_it_has_drained_once_every_replica_says_that_nothing_runs_and_nothing_co
     assert told(a.outbox, Drain) == [Drain(reason="the end")]
     world.says(a, 0, busy=0)
     world.says(b, 0, busy=0, draining=True)
-    assert not world.fleet.drained, "what the first says may be older than its being told"
+    assert not world.fleet.drained, "the first one's report may be older than the drain message"
     world.says(a, 0, busy=0, draining=True)
     assert world.fleet.drained
     late = world.replica("c")
@@ -148,21 +148,21 @@ async def test_a_replica_that_cannot_be_started_is_tried_again_and_given_up_in_t
     monkeypatch.setattr(kept, "AGAIN_S", 0.001)
     one = SupervisedReplica("a", ServeConfig(weights=""), world.fleet, tmp_path, lambda _: None)
     await asyncio.wait_for(one.live(), LIMIT_S)
-    assert epochs == [f"a.{epoch}" for epoch in range(1, kept.MOST_ENDS + 1)], "though it was never ready"
+    assert epochs == [f"a.{epoch}" for epoch in range(1, kept.MOST_ENDS + 1)], "retried although it was never ready"
     assert "could not be started: [Errno 11]" in str(one.given_up)
     assert "it is given up" in caplog.text
     assert not world.fleet.replicas
 
 
-# --------------------------------------------------------------------------------------------------------- doorman
+# ---------------------------------------------------------------------------------------- connection balancer
 
 
 class Ends:
-    """Two replicas' doors, both ends."""
+    """The socket pairs of two replicas, both ends."""
 
     def __init__(self) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
-        self.takers = [Taker(name, ours) for name, (ours, _) in zip("ab", pairs, strict=True)]
+        self.takers = [ReplicaSlot(name, ours) for name, (ours, _) in zip("ab", pairs, strict=True)]
         self.theirs = [theirs for _, theirs in pairs]
         self._all = [end for pair in pairs for end in pair]
         for theirs in self.theirs:
@@ -186,7 +186,7 @@ def ends() -> Iterator[Ends]:
 async def test_connections_are_shared_out_evenly_and_wait_until_somebody_serves(ends: Ends) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.setblocking(False)
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         doorman.look()
         clients = [socket.create_connection(listener.getsockname()) for _ in range(10)]
         await turns(20)
@@ -216,7 +216,7 @@ def readable(client: socket.socket) -> bool:
 async def test_who_is_not_heard_of_is_handed_nothing_while_another_is(ends: Ends) -> None:
     now = 0.0
     with socket.socket() as listener:
-        doorman = Doorman(listener, lambda: ends.takers, lambda: now)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: now)
         ends.serve()
         now = 0.9
         assert len(doorman.order()) == 2
@@ -224,14 +224,14 @@ async def test_who_is_not_heard_of_is_handed_nothing_while_another_is(ends: Ends
         now = 1.5
         assert [taker.name for taker in doorman.order()] == ["b"]
         now = 9.0
-        assert len(doorman.order()) == 2, "this process was stopped itself"
+        assert len(doorman.order()) == 2, "all are overdue: this process itself was stopped"
 
 
 async def test_who_has_heard_of_no_worker_yet_is_handed_nothing_while_another_has(ends: Ends) -> None:
     with socket.socket() as listener:
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         ends.serve()
-        assert len(doorman.order()) == 2, "while the model loads all can say so"
+        assert len(doorman.order()) == 2, "no replica has a worker while the model loads"
         ends.takers[0].use = Use(replica="a", roster=0, ready=True, taken=5, connections=5)
         assert [taker.name for taker in doorman.order()] == ["a"]
 
@@ -239,7 +239,7 @@ async def test_who_has_heard_of_no_worker_yet_is_handed_nothing_while_another_ha
 async def test_a_connection_that_a_replica_cannot_take_goes_to_the_next(ends: Ends) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         ends.serve()
         ends.theirs[0].close()
         doorman.look()

@@ -31,7 +31,7 @@ async def clock() -> AsyncIterator[FakeClock]:
 
 
 async def test_the_admin_routes_are_reached_while_all_other_connections_are_taken(clock: FakeClock) -> None:
-    """By clients whom the server answers, so that none of them makes room, and by silent ones."""
+    """Taken by clients with a request in progress, so their connections cannot be closed, and by silent clients."""
     connections = Connections(Limits(connections=30))
     app = Hello()
     with ExitStack() as stack:

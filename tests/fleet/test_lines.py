@@ -1,4 +1,4 @@
-"""Lines on standard error: what they let through, and what they do where nobody reads them."""
+"""Lines on standard error: what they let through, and what happens if the pipe is not read."""
 
 import json
 import logging
@@ -37,7 +37,7 @@ def test_lines_are_written_in_order_and_all_of_them_before_the_end():
 def test_where_nobody_reads_lines_are_dropped_and_counted_and_nobody_waits():
     reader, writer = os.pipe()
     lines = Lines(writer)
-    long = "x" * 4000  # a pipe holds 16 of them
+    long = "x" * 4000  # a pipe's buffer holds 16 of them
     told = 3 * MOST_WAITING
     for _ in range(told):
         lines.handle(record(long))
@@ -48,7 +48,7 @@ def test_where_nobody_reads_lines_are_dropped_and_counted_and_nobody_waits():
     os.close(writer)
     thread.join()
     assert MOST_WAITING <= read[0].count(long) < told
-    assert "lines were dropped here: nobody read them)" in read[0]
+    assert "lines were dropped here: stderr was blocked)" in read[0]
 
 
 def test_a_reader_that_is_gone_is_no_error():

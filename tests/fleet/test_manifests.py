@@ -1,4 +1,4 @@
-"""Manifests of a deployment: the files that they are held to, Kubernetes' own schemas, and what must not be in them."""
+"""Manifests of a deployment: the expected files, Kubernetes' own schemas, and what must not be in them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from redline.fleet.manifests import Around, as_yaml, rendered
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "manifests"
 GPU = "nvidia.com/gpu"
-VERSIONS = "1.31", "1.37"  # of Kubernetes
+VERSIONS = "1.31", "1.37"  # versions of Kubernetes
 KEY = "sk-0123456789abcdef"
 KINDS = "leaderworkerset", "kuberay"
 
@@ -55,7 +55,7 @@ role = "decode"
 count = 3
 """
 
-# Their own fields, by the reference of each; what is inside a pod is Kubernetes' (`in_pods`).
+# The custom resources' own fields, from the reference of each; pod templates have Kubernetes' schema (`in_pods`).
 LEADER_WORKER_SET = {
     "type": "object",
     "additionalProperties": False,
@@ -128,7 +128,7 @@ def a_deployment(folder: Path, text: str = WHOLE) -> Path:
 
 
 def of(folder: Path, text: str = WHOLE, kind: str = "leaderworkerset", **around: Any) -> list[Any]:
-    """As kubectl reads them."""
+    """The documents of a manifest, as kubectl reads them."""
     config = read(a_deployment(folder, text), {})
     return list(yaml.safe_load_all(as_yaml(rendered(config, kind, Around("redline:cuda", **around)))))
 
@@ -169,7 +169,7 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_example_is_rendered_as_the_file_that_is_kept(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Written by `redline manifests examples/pools.toml --image redline:cuda --kind KIND`."""
+    """The output of `redline manifests examples/pools.toml --image redline:cuda --kind KIND`."""
     manifests(ROOT / "examples" / "pools.toml", "redline:cuda", kind)
     assert capsys.readouterr().out == (GOLDEN / f"{kind}.yaml").read_text()
 
@@ -229,7 +229,7 @@ def test_workers_that_need_not_run_are_those_of_the_sets_last_pods(tmp_path: Pat
     assert [(place.at, place.spare) for place in places] == [
         ("redline-worker-0", False), ("redline-worker-1", True), ("redline-worker-2", True)
     ]  # fmt: skip
-    assert {place.transport for place in places} == {"nixl"}, "any of them may come to compute prompts"
+    assert {place.transport for place in places} == {"nixl"}, "any of them may switch to the prefill role"
 
 
 def test_ray_has_a_pod_for_each_worker_that_the_server_asks_it_for(tmp_path: Path) -> None:
@@ -249,7 +249,9 @@ def test_ray_has_a_pod_for_each_worker_that_the_server_asks_it_for(tmp_path: Pat
     ]
     assert [(bundle.cpus, bundle.gpus) for bundle in map(bundle_of, inside.places)] == pods
     assert len(pods) == 5
-    assert job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0", "no agent is there"
+    assert job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0", (
+        "no agent runs on the head node"
+    )
     verb, path, *_ = job["spec"]["entrypoint"].removeprefix("redline ").split()
     assert (verb, path) == ("serve", "/etc/redline/deployment.toml")
 
@@ -263,7 +265,7 @@ def test_what_is_secret_is_referred_to_and_each_pod_gets_only_what_it_needs(tmp_
     for template in templates(made):
         secrets = next(volume["secret"] for volume in template["spec"]["volumes"] if volume["name"] == "secrets")
         assert secrets["secretName"] == "ours"
-        assert secrets["defaultMode"] & 0o007 == 0, "others may not read it"
+        assert secrets["defaultMode"] & 0o007 == 0, "other users cannot read it"
         assert [item["key"] for item in secrets["items"]] == names[container(template)["name"]]
         assert {entry["name"] for entry in container(template)["env"] if "value" in entry} == set()
         assert template["spec"]["automountServiceAccountToken"] is False
@@ -274,7 +276,9 @@ def test_the_servers_probes_speak_its_protocol(tmp_path: Path) -> None:
         (server,) = templates(kinds(of(tmp_path, text), "Deployment"))
         for probe, path in (("startupProbe", "/live"), ("livenessProbe", "/live"), ("readinessProbe", "/health")):
             assert container(server)[probe]["httpGet"] == {"path": path, "port": "http", "scheme": scheme}
-            assert container(server)[probe]["timeoutSeconds"] > 1, "the default, in which a busy server may not answer"
+            assert container(server)[probe]["timeoutSeconds"] > 1, (
+                "longer than the default of 1 s, in which a busy server may not answer"
+            )
         startup = container(server)["startupProbe"]
         assert startup["failureThreshold"] * startup["periodSeconds"] >= 300
 
@@ -302,7 +306,7 @@ def test_ray_and_a_service_find_the_head_alone(tmp_path: Path) -> None:
     assert [name for name, labels in pods if service["spec"]["selector"].items() <= labels] == ["ray-head"]
     (policy,) = kinds(made, "NetworkPolicy")
     *_, everybody, operator = policy["spec"]["ingress"]
-    assert 8265 not in [port["port"] for port in everybody["ports"]], "jobs are handed in by KubeRay alone"
+    assert 8265 not in [port["port"] for port in everybody["ports"]], "only KubeRay submits jobs"
     assert [port["port"] for port in operator["ports"]] == [8265]
     assert operator["from"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "kuberay-operator"}
     assert all(policy["spec"]["podSelector"]["matchLabels"].items() <= labels for _, labels in pods)
@@ -374,15 +378,15 @@ def test_a_pod_has_as_long_to_end_as_its_answers_and_then_some(tmp_path: Path) -
     ("text", "around", "why"),
     [
         ('weights = "w"\nresponses_file = "r"', {}, "responses_file: answers would be lost with the pod"),
-        ('weights = "w"\nunix_socket = "s"', {}, "unix_socket: nobody outside the pod would reach it"),
-        ('weights = "w"\n[[workers]]\nname = "A"', {}, "workers.name is 'A'; Kubernetes wants a-z"),
-        ('weights = "w"\n[[workers]]\nname = "join"', {}, "workers.name is join, as a part of the manifests"),
-        ('weights = "w"\nmetrics_port = 7600', {}, "metrics_port is 7600, where the server's pod has"),
-        ('weights = "w"', {"name": "a" * 31}, "--name is 'a+'; Kubernetes wants"),
-        ('weights = "w"\n[events]\nendpoint = "ipc:///run/e"', {}, "events: pods share no path; give tcp"),
+        ('weights = "w"\nunix_socket = "s"', {}, "unix_socket: it cannot be reached from outside the pod"),
+        ('weights = "w"\n[[workers]]\nname = "A"', {}, "workers.name is 'A'; Kubernetes allows a-z"),
+        ('weights = "w"\n[[workers]]\nname = "join"', {}, "workers.name is join, a name that the manifests use"),
+        ('weights = "w"\nmetrics_port = 7600', {}, "metrics_port is 7600, which the server's pod uses"),
+        ('weights = "w"', {"name": "a" * 31}, "--name is 'a+'; Kubernetes allows"),
+        ('weights = "w"\n[events]\nendpoint = "ipc:///run/e"', {}, "events: pods share no file system; give tcp"),
         ('weights = "w"', {"kind": "helm"}, "--kind is 'helm'; expected leaderworkerset or kuberay"),
         (SPARES, {"kind": "kuberay"}, "workers.least: Ray keeps a pod for each worker"),
-        (WHOLE, {"kind": "kuberay"}, "want different pods, among which Ray would not tell: prompts .*4.*, decode .*8"),
+        (WHOLE, {"kind": "kuberay"}, "need different pods, which Ray does not distinguish: prompts .*4.*, decode .*8"),
         (
             'weights = "a/w"\n[engine.speculation]\ntype = "learned"\ndrafter = "b/w"',
             {},

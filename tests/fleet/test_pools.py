@@ -1,4 +1,4 @@
-"""One worker that computes prompts and one that answers, as processes behind one server: what clients see of them."""
+"""A prefill worker and a decode worker as processes of one server: what clients see of them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ HOWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5
 
 @contextmanager
 def served(folder: Path, more: str = "", meanwhile: Callable[[Server], object] = lambda _: None) -> Iterator[Server]:
-    """The two pools. more: of their file. meanwhile: what is done before they can be ready."""
+    """The server with the two workers. more: text for its file. meanwhile: called before the workers can be ready."""
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
@@ -52,7 +52,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def address(server: Server) -> str:
-    """Of the admin routes."""
+    """The address of the admin routes."""
     found = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
     assert found is not None, server.said
     return found[1]
@@ -64,7 +64,7 @@ def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
 
 
 def workers(server: Server) -> dict[str, Any]:
-    """Name -> what the operator is told of it."""
+    """Name -> the worker's entry in /admin/status."""
     return admin(server, "status")["workers"]
 
 
@@ -73,19 +73,19 @@ def all_ready(server: Server) -> bool:
 
 
 def job_of(server: Server, id: str) -> dict[str, Any]:
-    """What the operator is told of a request of one choice."""
+    """The admin route's record of a request with one choice."""
     (job,) = admin(server, f"requests/{id}")["jobs"]
     return job
 
 
 def computed_by(server: Server, id: str) -> tuple[str, str]:
-    """Who computed the prompt of a request at last, and who answered."""
+    """The prefill worker and the decode worker of a request, at its last placement."""
     sent = job_of(server, id)["sent"][-1]
     return sent["prompt_computed_by"], sent["worker"]
 
 
 def tokens_of(server: Server, number: int, id: str = "") -> list[int]:
-    """A streamed answer to a prompt of some 300 tokens. id: of the request; none: the server gives it one."""
+    """The 300 tokens of a streamed answer to a prompt of about 300. id: request ID; empty: the server assigns one."""
     prompt = f"{number} " + "the functions of a page " * 25
     extra = {"ignore_eos": True, "return_token_ids": True}
     stream = server.client.completions.create(
@@ -111,7 +111,7 @@ def test_a_worker_for_prompts_with_cores_of_its_own_lets_the_servers_short_turns
 
 
 def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: Server) -> None:
-    """Where a prompt is computed goes by what steps took, so others are asked until one was handed over."""
+    """Placement depends on measured step times, so requests are sent until one had its KV transferred."""
     for number in range(1000, 1040):
         expected = tokens_of(pools, number, id := f"handed-over-{number}")
         assert len(expected) == 300
@@ -124,12 +124,12 @@ def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: S
     for engine, result in (("0", "handed_over"), ("1", "taken_over")):
         series = re.compile(rf'^redline:handoffs_total\{{engine="{engine}",.*result="{result}"\}} [1-9]', re.MULTILINE)
         wait_for(lambda series=series: series.search(urlopen(f"{pools.url}/metrics").read().decode()), pools)
-    assert tokens_of(pools, number) == expected, "from the cache"
+    assert tokens_of(pools, number) == expected, "the same answer from the prefix cache"
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None:
-    """While prompts are computed and answers given: then the same requests again, undisturbed."""
+    """During prefill and decode; then the same requests again, undisturbed."""
     wait_for(lambda: all_ready(pools), pools)
     numbers = range(10, 14) if name == "prefill" else range(20, 24)
     killed = workers(pools)[name]
@@ -141,7 +141,7 @@ def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None
     threads = [threading.Thread(target=ask, args=(each,)) for each in numbers]
     for thread in threads:
         thread.start()
-    # It has some of them, unless they were faster than this test.
+    # The worker has some of the requests, unless they all ended before this check.
     wait_for(lambda: workers(pools)[name]["jobs"] or not all(thread.is_alive() for thread in threads), pools)
     os.kill(killed["pid"], signal.SIGKILL)
     for thread in threads:
@@ -162,7 +162,9 @@ def test_a_worker_that_computes_prompts_and_is_stopped_keeps_nobody_waiting(pool
     try:
         answer = tokens_of(pools, 33)
         assert tokens_of(pools, 31) == expected
-        assert workers(pools)["prefill"]["epoch"] == stopped["epoch"], "nobody has waited until it was started again"
+        assert workers(pools)["prefill"]["epoch"] == stopped["epoch"], (
+            "no request waited for a restart of the stopped worker"
+        )
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_for(lambda: workers(pools)["prefill"]["silent_s"] < 1, pools)

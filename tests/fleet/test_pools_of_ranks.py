@@ -1,4 +1,4 @@
-"""One rank that computes prompts and two that answer, behind one server: what clients see is what they see of one."""
+"""A prefill worker of one rank and a decode worker of two ranks: clients see the same answers as from one worker."""
 
 import os
 import signal
@@ -48,10 +48,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def answer(server: Server, how: str, salt: str, by: tuple[str, str]) -> list[tuple[str, float]]:
-    """The tokens of an answer, each with how far the likeliest was ahead of the second there.
+    """The tokens of an answer, each with the distance of its logprob from that of the second most likely token.
 
-    by: who is to compute the prompt, and who to answer. Who does goes by what steps took, and by who is heard of, so it
-    is asked until it was so, each time under another salt.
+    by: the prefill worker and the decode worker to be used. Placement depends on measured step times and on
+    heartbeats, so the request is repeated, each time with another cache salt, until it was placed so.
     """
     for turn in range(40):
         tokens = _answer(server, how, f"{salt} {turn}", id := f"{how}-{by[0]}-{turn}")
@@ -87,8 +87,8 @@ def load(server: Server, name: str) -> dict[str, Any]:
 
 
 def test_answers_are_those_of_the_worker_that_answers_by_itself(server: Server) -> None:
-    """The prompts of the second round come to a worker of two ranks alone, since the other is stopped; what it has
-    cached of the first is under another salt. A token may differ at a near tie, as law 6 has it."""
+    """In the second round the decode worker of two ranks computes the prompts itself, since the prefill worker is
+    stopped; its cached pages of the first round have another salt. A token may differ at a near tie, as in law 6."""
     wait_for(lambda: all_ready(server), server)
     handed = {how: answer(server, how, "handed over", ("prefill", "decode")) for how in ASKED}
     wait_for(lambda: free(server), server)
@@ -111,7 +111,7 @@ def followers(server: Server) -> list[int]:
 
 
 def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], object]) -> list[int]:
-    """The tokens of an answer. do: what happens once so many have come."""
+    """The tokens of an answer. do: called once more than `after` tokens have arrived."""
     tokens: list[int] = []
     done = False
     extra = {"ignore_eos": True, "return_token_ids": True, "cache_salt": str(how)}
@@ -127,7 +127,7 @@ def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], o
 
 @pytest.mark.parametrize("how", [{"temperature": 1.0, "seed": 5}], ids=["seeded"])
 def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], server: Server) -> None:
-    """Rank 1 is killed, so the worker ends; it is started again, and goes on with what had come of the answer."""
+    """Rank 1 is killed, so the worker ends; it is started again and resumes the answer after the last token sent."""
     wait_for(lambda: all_ready(server), server)
     undisturbed = streamed(server, how, 20, lambda: None)
     assert len(undisturbed) == 90
@@ -136,7 +136,7 @@ def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], ser
     assert streamed(server, how, 20, lambda: os.kill(rank, signal.SIGKILL)) == undisturbed
     wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, server)
     assert [pid != rank for pid in followers(server)] == [True]
-    for line in ("rank 1 failed", "it is started again"):
+    for line in ("rank 1 failed", "it is restarted"):
         wait_for(lambda line=line: line in server.said, server)
 
 

@@ -1,4 +1,4 @@
-"""`redline profile` at a running server: a trace that is whole, nests, names its lanes and has every request."""
+"""`redline profile` against a running server: the trace is complete, nests, names its lanes, has every request."""
 
 import gzip
 import json
@@ -50,7 +50,7 @@ def profiled(server: Server, seconds: str, *words: str, key: str = KEY) -> "subp
 
 
 def check(trace: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Its slices by (process, lane), each lane held to nest as Chrome's format wants it."""
+    """Its slices by (process, lane). Checks that each lane nests, as Chrome's trace format requires."""
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
     named = {(e["pid"], e["name"]): e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -88,7 +88,7 @@ def test_a_trace_has_every_request_of_its_window(one: Server, tmp_path: Path) ->
     asking.start()
     try:
         wait_for(lambda: len(asked) > 2, one)
-        for seconds in (2, 10, 60):  # until whole requests are in it
+        for seconds in (2, 10, 60):  # until the window contains complete requests
             done = profiled(one, str(seconds), "--out", str(out))
             assert done.returncode == 0, done.stderr
             assert "requests in" in done.stdout
@@ -97,7 +97,7 @@ def test_a_trace_has_every_request_of_its_window(one: Server, tmp_path: Path) ->
             assert told["left_out"] == {}
             assert told["notes"] == []
             assert told["window_ms"] >= 1000 * seconds - 10
-            if told["requests"] >= 4:  # one that was under way, one that is, and some between
+            if told["requests"] >= 4:  # one under way at the start, one at the end, and some between
                 break
     finally:
         over.set()
@@ -118,8 +118,8 @@ def test_a_trace_has_every_request_of_its_window(one: Server, tmp_path: Path) ->
     steps = lanes["worker", "steps"]
     assert {"rows", "positions", "prompts", "shape", "waited_ms"} <= steps[0]["args"].keys()
     within = told["window_begins_ms"] * 1000
-    assert all(within <= event["ts"] for event in steps), "both processes tell one time"
-    # The step that read a request's prompt lies between its coming and its first token.
+    assert all(within <= event["ts"] for event in steps), "both processes use one clock"
+    # The step that prefilled a request lies between its arrival and its first token.
     fresh = [event for event in whole if event["ts"] > within]
     assert fresh
     for request in fresh:

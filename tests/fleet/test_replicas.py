@@ -37,19 +37,19 @@ ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Once upon a time", {"temperature": 1.0, "seed": 7}),
     ("Ein Haus am See", {}),
 )
-TOKENS = 300  # of each answer to them
-ENDLESS = 9000  # tokens, which take longer than anything that happens meanwhile
+TOKENS = 300  # tokens of each answer to ASKS
+ENDLESS = 9000  # tokens: longer than anything else in a test takes
 
 
 class Client:
-    """One connection, which is kept, and the answers that came through it."""
+    """One keep-alive connection, and the answers that came through it."""
 
     def __init__(self, server: Server) -> None:
         self._http = HTTPConnection(*server.address, timeout=LIMIT_S)
         self._http.connect()
 
     def ask(self, prompt: str, tokens: int, id: str, *, key: str = "alice", **how: Any) -> Iterator[str]:
-        """An answer as it comes; each piece of a stream. Raises ConnectionError where the connection ends before it."""
+        """Yields the pieces of a streamed answer. Raises ConnectionError if the connection ends before the stream."""
         body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "temperature": 0, **how}
         headers = {"content-type": "application/json", "x-request-id": id, "authorization": f"Bearer {key}"}
         self._http.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -69,7 +69,7 @@ class Client:
         raise ConnectionError("the stream ended before its end")
 
     def status(self, body: dict[str, Any], key: str = "alice") -> int:
-        """The status of a request whose answer does not matter."""
+        """The status of a request, ignoring its answer."""
         return self.post("/v1/completions", body, key)[0]
 
     def post(self, path: str, body: dict[str, Any], key: str = "alice") -> tuple[int, dict[str, Any]]:
@@ -80,7 +80,7 @@ class Client:
         return answer.status, json.load(answer)
 
     def leave(self) -> None:
-        """End the connection below an answer that another thread reads."""
+        """Shut down the connection while another thread reads an answer from it."""
         assert self._http.sock is not None
         self._http.sock.shutdown(socket.SHUT_RDWR)
 
@@ -89,7 +89,7 @@ class Client:
 
 
 class Stream(threading.Thread):
-    """An answer that is read beside the test."""
+    """An answer that is read by a thread of its own."""
 
     def __init__(self, client: Client, prompt: str, tokens: int, id: str, **how: Any) -> None:
         super().__init__(daemon=True)
@@ -132,7 +132,7 @@ def admin(server: Server, path: str, method: str = "GET", body: bytes | None = N
 
 
 def settled(server: Server) -> bool:
-    """Whether all workers and replicas are there, and nothing runs."""
+    """Whether all workers and replicas are ready, and no request runs."""
     status = admin(server, "status")
     everybody = [*status["workers"].values(), *status["replicas"].values()]
     return len(status["replicas"]) == 2 and all(each["ready"] for each in everybody) and free(server)
@@ -144,34 +144,34 @@ def free(server: Server) -> bool:
 
 
 def loads(server: Server) -> list[dict[str, int]]:
-    """What each worker that has said anything said last."""
+    """The last load report of each worker that has sent one."""
     told = [worker["load"] for worker in admin(server, "status")["workers"].values()]
     return [load for load in told if load is not None]
 
 
 def jobs(server: Server) -> int:
-    """Those that workers have, as they say themselves."""
+    """The number of jobs that the workers report."""
     return sum(load["running"] + load["waiting"] for load in loads(server))
 
 
 def pages_used(server: Server) -> int:
-    """Those that workers hold for jobs."""
+    """The number of pages that the workers hold for jobs."""
     return sum(load["pages_used"] for load in loads(server))
 
 
 def epochs(server: Server) -> list[int]:
-    """Which start of each worker there is."""
+    """The epoch (number of starts) of each worker."""
     return [worker["epoch"] for worker in admin(server, "status")["workers"].values()]
 
 
 def replica_of(server: Server, id: str) -> str:
-    """Who has a request that has begun."""
+    """The replica that has a request which has begun."""
 
     return job_of(server, id)["replica"]
 
 
 def job_of(server: Server, id: str) -> dict[str, Any]:
-    """What is known of a request of one choice that has begun."""
+    """The record of a request with one choice that has begun."""
 
     def known() -> dict[str, Any] | None:
         try:
@@ -189,7 +189,8 @@ def worker_of(server: Server, id: str) -> str:
 
 @contextmanager
 def connected(server: Server, each: int = 1) -> Iterator[tuple[list[Client], list[Client]]]:
-    """So many connections to replica-0, and to replica-1. Who gets one is the server's choice, so each is asked."""
+    """`each` connections to replica-0, and `each` to replica-1. The server chooses the replica of a connection, so
+    a request over each connection finds out which one it is."""
     with ExitStack() as opened:
         found: dict[str, list[Client]] = {"replica-0": [], "replica-1": []}
         for _ in range(200):
@@ -209,19 +210,19 @@ def connected(server: Server, each: int = 1) -> Iterator[tuple[list[Client], lis
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Server) -> list[str]:
-    """The answers to ASKS while nothing else runs, and nothing ends."""
+    """The answers to ASKS while no other request runs and no process ends."""
     with closing(Client(two)) as client:
         return ["".join(client.ask(prompt, TOKENS, f"alone-{n}", **how)) for n, (prompt, how) in enumerate(ASKS)]
 
 
 def stream(client: Client, number: int, id: str) -> Stream:
-    """One of ASKS, read beside the test."""
+    """A stream for one of ASKS."""
     prompt, how = ASKS[number]
     return Stream(client, prompt, TOKENS, id, **how)
 
 
 def read(streams: Iterable[Stream]) -> list[str]:
-    """What streams have brought, once each has come to its end."""
+    """The texts of streams, once each has ended."""
     texts: list[str] = []
     for each in streams:
         each.join(LIMIT_S)
@@ -244,13 +245,13 @@ def test_answers_are_those_of_one_alone_whichever_replica_gives_them(two: Server
 
 
 def test_each_replica_knows_the_pages_that_a_worker_has_of_a_conversation_that_another_began(two: Server) -> None:
-    """Which worker it then chooses also depends on what steps took: see tests/route/test_choose.py."""
+    """The choice of a worker also depends on measured step times: see tests/route/test_choose.py."""
     with connected(two) as ((first,), (other,)):
         for number, (asks, returns) in enumerate(((first, other), (other, first))):
             text = f"Chapter {number}. " + "The river runs by the house and on to the sea. " * 30
             "".join(asks.ask(text, 4, f"begun-{number}"))
             worker = worker_of(two, f"begun-{number}")
-            for turn in range(1000):  # until it has heard of it
+            for turn in range(1000):  # until the replica has received the worker's cache events
                 "".join(returns.ask(f"{text} And then", 1, id := f"again-{number}-{turn}"))
                 (sent,) = job_of(two, id)["sent"]
                 known = {each["worker"]: each["cached_tokens"] for each in (sent["expected"], *sent["instead"])}
@@ -260,7 +261,7 @@ def test_each_replica_knows_the_pages_that_a_worker_has_of_a_conversation_that_a
             assert replica_of(two, f"begun-{number}") != replica_of(two, id)
             "".join(returns.ask(f"{text} And then", 1, f"last-{number}"))
             job = job_of(two, f"last-{number}")
-            (sent,) = job["sent"]  # perhaps to the other worker, which may have more than the replica has heard of
+            (sent,) = job["sent"]  # perhaps to the other worker, which may have cached more than the replica knows of
             assert job["cached_tokens"] >= sent["expected"]["cached_tokens"]
             assert sent["expected"]["cached_tokens"] >= 256 or sent["expected"]["worker"] != worker
 
@@ -285,13 +286,13 @@ def test_a_replica_that_is_killed_under_load_ends_its_own_streams_alone(two: Ser
         lost = [Stream(client, f"Part {n}. {long}", ENDLESS, f"lost-{n}") for n, client in enumerate(doomed)]
         wait_for(lambda: all(each.text for each in lost), two)
         kept = [stream(client, n, f"kept-{n}") for n, client in enumerate(spared)]
-        most = 5 * len(kept)  # pages that these can hold
+        most = 5 * len(kept)  # the most pages that these can hold
         wait_for(lambda: all(each.text for each in kept) and pages_used(two) > most, two)
         os.kill(admin(two, "status")["replicas"]["replica-0"]["pid"], signal.SIGKILL)
         wait_for(lambda: jobs(two) <= len(kept) and pages_used(two) <= most, two)
         for each in lost:
             each.join(LIMIT_S)
-            assert isinstance(each.error, ConnectionError), "its client sees the end"
+            assert isinstance(each.error, ConnectionError), "its client sees the end of the connection"
         assert read(kept) == undisturbed[:2]
     wait_for(lambda: settled(two), two)
     killed, other = (admin(two, "status")["replicas"][name] for name in ("replica-0", "replica-1"))
@@ -302,11 +303,11 @@ def test_a_replica_that_is_killed_under_load_ends_its_own_streams_alone(two: Ser
         streams = [stream(client, 2, f"after-{place}") for place, (client,) in enumerate(at)]
         assert read(streams) == [undisturbed[2]] * 2
     now = scraped(two)
-    assert all(now[name] >= number for name, number in counted.items()), "what has been counted stays"
+    assert all(now[name] >= number for name, number in counted.items()), "counters never decrease"
 
 
 def scraped(server: Server) -> dict[str, float]:
-    """The counters of /metrics, but for those of one process."""
+    """The counters of /metrics, except those of single processes."""
     request = Request(f"{server.url}/metrics", headers={"authorization": "Bearer alice"})
     with urlopen(request, timeout=LIMIT_S) as answer:
         lines = answer.read().decode().splitlines()
@@ -316,7 +317,7 @@ def scraped(server: Server) -> dict[str, float]:
 
 
 def prompt_tokens(server: Server) -> float:
-    """Of all requests so far; a scrape is given to others for a moment."""
+    """The prompt tokens of all requests so far. A scrape may be some time old, since replicas cache it."""
     return scraped(server)['vllm:prompt_tokens_total{engine="0",model_name="kimi-nano"}']
 
 
@@ -331,7 +332,7 @@ def test_streams_of_both_go_on_where_a_worker_is_killed_and_the_other_replaced(
         (other_name,) = {"worker-0", "worker-1"} - {name}
         running = [each for each in streams if each.is_alive() and worker_of(two, each.id) == name]
         os.kill(admin(two, "status")["workers"][name]["pid"], signal.SIGKILL)
-        # One that had its last token meanwhile stays where it was.
+        # A job that had its last token before the kill stays on its worker.
         wait_for(lambda: all(not each.is_alive() or worker_of(two, each.id) == other_name for each in running), two)
         assert admin(two, f"workers/{other_name}/replace", "POST")["worker"] == other_name
         assert read(streams) == undisturbed
@@ -345,8 +346,8 @@ def test_a_key_s_limit_holds_across_replicas(two: Server) -> None:
         running = Stream(first, "On and on", ENDLESS, "bob", key="bob")
         wait_for(lambda: running.text, two)
         body = {"prompt": "a", "max_tokens": 1}
-        wait_for(lambda: other.status(body, "bob") == 429, two)  # once each replica has told the other
-        assert other.status(body) == 200, "that is another name"
+        wait_for(lambda: other.status(body, "bob") == 429, two)  # once the replicas have exchanged their use of the key
+        assert other.status(body) == 200, "another key is not limited"
         first.leave()
         running.join(LIMIT_S)
         wait_for(lambda: other.status(body, "bob") == 200, two)
@@ -355,17 +356,17 @@ def test_a_key_s_limit_holds_across_replicas(two: Server) -> None:
 def test_the_operator_is_told_of_the_server_and_not_of_a_replica(two: Server) -> None:
     wait_for(lambda: settled(two), two)
     with connected(two) as ((first,), (other,)):
-        before = prompt_tokens(two)  # a moment old, but for a few that `connected` has asked for
+        before = prompt_tokens(two)  # a moment old, up to a few tokens of the requests of `connected`
         for place, client in enumerate((first, other)):
             "".join(client.ask("a b c d " * 300, 3, f"counted-{place}"))
         status = admin(two, "status")
         assert status["keys"]["alice"]["requests"] >= 2
         assert status["sla"]["default"]["ttft_ms"] == 1000000
-        assert status["sla"]["default"]["ttft_met"] >= 2, "of both together"
+        assert status["sla"]["default"]["ttft_met"] >= 2, "the sum of both replicas"
         each = job_of(two, "counted-0")["prompt_tokens"]
         wait_for(lambda: prompt_tokens(two) >= before + 2 * each, two)
         "".join(first.ask("a", 3, "later"))
-        assert prompt_tokens(two) < before + 3 * each, "what both have heard of is counted once"
+        assert prompt_tokens(two) < before + 3 * each, "requests are not counted by both replicas"
         kept = [number for name, number in scraped(two).items() if name.startswith("redline:sla_requests_total")]
         assert sum(kept) >= 2
     console = Console(width=160, record=True, file=io.StringIO())
@@ -388,7 +389,7 @@ def test_no_role_changes_and_the_operator_is_told_why(two: Server) -> None:
 def test_keys_are_read_again_by_all(two: Server) -> None:
     keys = Path(two.process.args[-1]).parent / "keys.txt"  # type: ignore[index]
     keys.write_text("alice alice\nbob bob concurrency=1\ncarol carol\n")
-    os.kill(two.process.pid, signal.SIGHUP)  # there is no terminal
+    os.kill(two.process.pid, signal.SIGHUP)  # without a terminal SIGHUP makes the server read its keys again
     wait_for(lambda: two.said.count("3 keys are in effect now") >= 2, two)
     with connected(two) as at:
         assert [client.status({"prompt": "a", "max_tokens": 1}, "carol") for (client,) in at] == [200, 200]
@@ -414,7 +415,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder whose name is short: a socket's path has 107 bytes at most."""
+    """A folder with a short path: the path of a Unix socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="r-") as folder:
         yield Path(folder)
 

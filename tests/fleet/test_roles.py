@@ -1,4 +1,4 @@
-"""Three workers whose roles change while they serve: no answer is another than it would have been, and none is lost."""
+"""Three workers that switch roles while they serve: every answer is unchanged, and none is lost."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.fleet.test_pools import KEY, address, all_ready, free, served, worker
 from tests.fleet.test_serve import Server, wait_for
 from tests.waiting import LIMIT_S
 
-LONG = 30_000  # tokens, which take longer than an answer may stay
+LONG = 30_000  # tokens, which take longer than an answer may stay on a worker that switches its role
 PROMPT = "the functions of a page " * 25
 THIRD = '[[workers]]\nrole = "decode"\nname = "other"\n'
 
@@ -31,7 +31,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def turn(server: Server, name: str, body: object) -> tuple[int, dict[str, Any]]:
-    """Ask for another role: the status, and what is said."""
+    """Request a role switch: the HTTP status and the body."""
     request = Request(
         f"{address(server)}/admin/workers/{name}/role",
         json.dumps(body).encode(),
@@ -46,19 +46,19 @@ def turn(server: Server, name: str, body: object) -> tuple[int, dict[str, Any]]:
 
 
 def taken(server: Server, name: str, role: str) -> None:
-    """Ask for another role until it is taken: while those that would have to answer are not heard of it is refused."""
+    """Request a role switch until it is accepted: it is refused while the remaining decode workers miss heartbeats."""
     wait_for(lambda: turn(server, name, {"role": role}) == (200, {"worker": name, "role": role}), server)
 
 
 def flipped(server: Server, name: str, role: str) -> None:
-    """A worker has another role, wholly."""
+    """Switch the role of a worker, and wait until the switch is complete."""
     taken(server, name, role)
     wait_for(lambda: workers(server)[name]["turning_s"] is None, server)
     assert workers(server)[name]["role"] == role
 
 
 def streamed(client: OpenAI, number: int, length: int) -> Any:
-    """A greedy answer to a prompt of some 300 tokens, to be closed."""
+    """The stream of a greedy answer to a prompt of about 300 tokens; the caller closes it."""
     return client.completions.create(
         model="tiny", prompt=f"{number} {PROMPT}", max_tokens=length, stream=True, temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
@@ -66,7 +66,7 @@ def streamed(client: OpenAI, number: int, length: int) -> Any:
 
 
 def first_tokens(stream: Any, number: int) -> list[int]:
-    """So many that come next, or some more; fewer where it ends before."""
+    """The next `number` tokens, or a few more; fewer if the stream ends first."""
     tokens: list[int] = []
     for chunk in stream:
         tokens += chunk.choices[0].model_dump().get("token_ids") or ()
@@ -76,13 +76,13 @@ def first_tokens(stream: Any, number: int) -> list[int]:
 
 
 def tokens_of(server: Server, number: int, length: int = 300) -> list[int]:
-    """A streamed greedy answer to a prompt of some 300 tokens."""
+    """The tokens of a streamed greedy answer to a prompt of about 300 tokens."""
     with server.client as client, streamed(client, number, length) as stream:
         return first_tokens(stream, length)
 
 
 def writing(server: Server) -> list[str]:
-    """Who answers at this moment: it has a job, and what it has told since is that one runs."""
+    """The workers that decode at this moment: each has a job, and its last load report has a running request."""
     return [
         name for name, worker in workers(server).items()
         if name != "prefill" and worker["jobs"] and worker["load"]["running"]
@@ -90,7 +90,7 @@ def writing(server: Server) -> list[str]:
 
 
 class Load:
-    """Clients that ask one question after another, each with its own numbers, until they are stopped."""
+    """Clients that send one request after another, each with prompts of its own, until they are stopped."""
 
     def __init__(self, server: Server, first: int, clients: int = 3) -> None:
         self.answers: dict[int, list[int]] = {}
@@ -123,7 +123,7 @@ class Load:
 
 
 def check(server: Server, load: Load) -> None:
-    """Every answer is whole, and the one that comes undisturbed."""
+    """Every answer is complete, and equal to the undisturbed one."""
     assert not load.failures
     assert load.answers
     wait_for(lambda: free(server), server)
@@ -145,8 +145,8 @@ def test_a_worker_that_answers_computes_prompts_and_back_and_no_answer_is_anothe
 
 
 def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
-    """Whoever writes it is asked to compute prompts: it goes on elsewhere since it outlives its stay. It is read until
-    it is well behind the place where it moved."""
+    """The worker that decodes the answer is switched to prefill. The answer outlasts the time that it may stay, so
+    it is requeued to another worker. It is read until well past the token at which it moved."""
     with three.client as client, streamed(client, 7, LONG) as stream:
         tokens = first_tokens(stream, 50)
         wait_for(lambda: writing(three), three)
@@ -154,7 +154,7 @@ def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
         taken(three, name, "prefill")
         moves = re.compile(rf"job \S+ is requeued after (\d+) tokens: the role of {name} is now prefill")
         while (found := moves.search(three.said)) is None:
-            more = first_tokens(stream, 10)  # a client that reads nothing would have its job paused
+            more = first_tokens(stream, 10)  # if the client read nothing, its job would be paused
             assert more, "the answer ended before its worker changed its role"
             tokens += more
         tokens += first_tokens(stream, int(found[1]) + 500 - len(tokens))

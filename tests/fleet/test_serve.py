@@ -1,4 +1,4 @@
-"""`redline serve` as its operator meets it: a child process, its words, its API, its ends."""
+"""`redline serve` as an operator sees it: a child process, its output, its API, and how it ends."""
 
 import asyncio
 import io
@@ -44,12 +44,12 @@ ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "kimi-nano"
 REDLINE = Path(sys.executable).with_name("redline")
 
-# Signals, sessions and /proc are Linux's; elsewhere the server is tested through its parts.
+# Signals, sessions and /proc are specific to Linux; elsewhere the server is tested through its parts.
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 
 class Server:
-    """A `redline serve` in a process group of its own, and everything that it has said."""
+    """A `redline serve` in a process group of its own, and all its output."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Server:
         command: Sequence[str | Path] = (REDLINE, "serve"),
         really: bool = False,
     ) -> None:
-        """really: by the interpreter, as its workers then are too; else all are forked (`tests.forked`)."""
+        """really: start it, and so its workers, with a new interpreter; otherwise all are forked (`tests.forked`)."""
         start = subprocess.Popen if really else forked.Popen
         self.process = start(
             [*command, *arguments],
@@ -81,7 +81,7 @@ class Server:
             self._heard.wait()
 
     def hold(self) -> None:
-        """From now on nobody reads what it says, as behind a terminal that is held."""
+        """Stop reading its output, like a terminal that is suspended."""
         self._heard.clear()
 
     def let_go(self) -> None:
@@ -122,7 +122,7 @@ class Server:
         return code
 
     def close(self) -> None:
-        """Leaves nothing behind, whatever the test came to."""
+        """Leave no process running, even if the test failed."""
         self.let_go()
         if group(self.process.pid):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ class Server:
 
 
 def group(leader: int) -> set[int]:
-    """The live processes of a process group, without what forks them."""
+    """The live processes of a process group, except the one that forks them."""
     found: set[int] = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -141,21 +141,21 @@ def group(leader: int) -> set[int]:
                 name, _, rest = (entry / "stat").read_text().partition(" (")[2].rpartition(") ")
                 state, _, its_group = rest.split()[:3]
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it ended while we looked
+                continue  # it ended during the search
             if int(its_group) == leader and state != "Z" and name != forked.NURSERY:
                 found.add(int(entry.name))
     return found
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Where a process accepts TCP connections."""
+    """The (host, port) pairs on which a process accepts TCP connections."""
     inodes: set[str] = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if (found := re.match(r"socket:\[(\d+)\]", os.readlink(descriptor))) is not None:
                 inodes.add(found[1])
         except FileNotFoundError:
-            continue  # closed while we looked
+            continue  # closed during the search
     places: list[tuple[str, int]] = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -176,7 +176,7 @@ def printed_python(server: Server) -> str:
 
 
 def open_socket(server: Server, receive_buffer: int | None = None) -> socket.socket:
-    """A client that has said nothing."""
+    """The socket of a client that has sent nothing."""
     client = socket.socket()
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -186,20 +186,20 @@ def open_socket(server: Server, receive_buffer: int | None = None) -> socket.soc
 
 
 class Said(Protocol):
-    """What has said something."""
+    """Anything with an output log."""
 
     @property
     def said(self) -> str: ...
 
 
 def wait_for(condition: Callable[[], object], server: Said) -> None:
-    """Until `condition` is true. Raises AssertionError at the limit, with what the server has said."""
-    until(condition, lambda: f"the server has said: {server.said}")
+    """Wait until `condition` is true. Raises AssertionError at the limit, with the server's output."""
+    until(condition, lambda: f"the server's output: {server.said}")
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model: it loads at once, and talks nonsense for as long as it is let."""
+    """A random model: it loads at once, and generates nonsense up to the token limit."""
     folder = tmp_path_factory.mktemp("serve") / "tiny"
     random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
     return write_tiny_tokenizer(folder)
@@ -207,7 +207,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Server]]:
-    """Starts servers that are gone at the end."""
+    """Starts servers that are ended after the test."""
     servers: list[Server] = []
 
     def begin(*arguments: str | Path, **how: Any) -> Server:
@@ -278,7 +278,7 @@ def test_metrics_health_and_models(nano: Server):
     assert urlopen(f"{nano.url}/health").status == 200
     model = nano.client.models.list().data[0]
     assert model.id == "kimi-nano"
-    # The worker reports five times a second, and once it is idle.
+    # The worker reports five times a second, and once when it becomes idle.
     running = 'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 0.0'
     wait_for(lambda: running in urlopen(f"{nano.url}/metrics").read().decode(), nano)
 
@@ -293,7 +293,7 @@ def test_a_second_server_is_told_that_the_port_is_in_use(nano: Server):
 
 @pytest.fixture
 def goes_on() -> Iterator[None]:
-    """The process goes on where a server has ended in it, which ignores signals from then on."""
+    """Restore the signal handlers afterwards: a server that has ended leaves signals ignored in its process."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
@@ -302,7 +302,7 @@ def goes_on() -> Iterator[None]:
 
 @pytest.mark.usefixtures("goes_on")
 def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
-    """As lab/frontend.py has it."""
+    """lab/frontend.py relies on it."""
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def look(*_: object) -> int:
@@ -322,7 +322,7 @@ def test_a_server_that_is_told_to_end_while_workers_load_drains_where_one_serves
     drained: list[float] = []
 
     class Loading:
-        """As `Supervisor`, told to end while one worker loads, and perhaps another serves."""
+        """Stands in for `Supervisor`; is stopped while one worker loads, and perhaps another serves."""
 
         replace = turn = None
 
@@ -352,7 +352,7 @@ def test_a_server_that_is_told_to_end_while_workers_load_drains_where_one_serves
 
 
 def test_without_the_streams_that_it_prints_to_it_serves_and_says_so(start: Callable[..., Server], tiny: Path):
-    """Its lines have nowhere to go, or standard output is a file on a full disk."""
+    """Standard error is closed, or standard output is a file on a full disk."""
     closed = start(tiny, command=("sh", "-c", 'exec "$0" serve "$@" 2>&-', REDLINE)).until_ready()
     assert "warning: standard error is closed: what the server logs is lost" in closed.said
     assert urlopen(f"{closed.url}/health").status == 200
@@ -374,7 +374,7 @@ def test_a_warning_that_cannot_be_printed_keeps_nobody_from_serving(monkeypatch:
     with open("/dev/full", "w") as full:
         console = Console(file=full)
         assert fleet.serve(ServeConfig(weights=str(NANO), host="0.0.0.0", port=0), console) == 7
-        with open(os.devnull, "w") as nowhere:  # what is still to be written, as the file is closed
+        with open(os.devnull, "w") as nowhere:  # the buffered output, flushed as the file is closed
             os.dup2(nowhere.fileno(), full.fileno())
 
 
@@ -407,7 +407,7 @@ def test_with_keys_the_printed_lines_take_one_from_the_environment(
     assert str(keys) in export
     name = export.removeprefix("export ").partition("=")[0]
     curl = next(line for line in lines if line.startswith("curl "))
-    # The tiny model talks for as long as it is let.
+    # The tiny model generates up to the token limit.
     snippet = printed_python(server).replace('"stream": True', '"stream": True, "max_tokens": 5')
     curl = curl.replace('"messages"', '"max_tokens": 5, "messages"') + " --silent --noproxy '*'"
     alone = {**os.environ, name: "a-secret"}
@@ -416,11 +416,11 @@ def test_with_keys_the_printed_lines_take_one_from_the_environment(
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", snippet], check=True, timeout=LIMIT_S, env=alone, capture_output=True
     )
-    assert " INFO " not in server.said, "--log-level warning"
+    assert " INFO " not in server.said, "--log-level warning hides INFO lines"
 
 
 def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], tiny: Path):
-    """More silent clients come than it can open files."""
+    """More silent clients connect than the server can open files."""
     server = start(tiny, command=("prlimit", "--nofile=300:300", REDLINE, "serve")).until_ready()
     silent = [open_socket(server) for _ in range(400)]
     for _ in range(3):
@@ -433,7 +433,7 @@ def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], t
 
 
 def test_a_terminal_that_is_held_and_then_closed_holds_up_nobody(start: Callable[..., Server], tiny: Path):
-    """Nobody reads what it says: its pipe is full after 64 KiB, about 700 lines. By nohup it goes on."""
+    """Its output is not read: the pipe is full after 64 KiB, about 700 lines. nohup makes it ignore SIGHUP."""
     server = start(tiny, "--log-level", "debug", command=("nohup", REDLINE, "serve")).until_ready()
     server.hold()
     with socket.create_connection(server.address, timeout=LIMIT_S) as client:
@@ -443,7 +443,7 @@ def test_a_terminal_that_is_held_and_then_closed_holds_up_nobody(start: Callable
             while not answered.endswith(b"}"):
                 answered += client.recv(4096)
     os.killpg(server.process.pid, signal.SIGHUP)
-    for _ in range(3):  # by then it has met the signal
+    for _ in range(3):  # the signal has arrived by then
         assert urlopen(f"{server.url}/health", timeout=LIMIT_S).status == 200
     os.killpg(server.process.pid, signal.SIGTERM)
     server.process.wait(LIMIT_S)
@@ -465,18 +465,18 @@ main()
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """What workers of a `gated` server wait at before they load the model: until it is written to."""
+    """A FIFO at which the workers of a `gated` server wait, before they load the model, until it is written to."""
     os.mkfifo(tmp_path / "gate")
     return tmp_path / "gate"
 
 
 def gated(gate: Path) -> tuple[str | Path, ...]:
-    """The command of such a server."""
+    """The command of a server that holds its workers at the gate."""
     return sys.executable, "-c", GATED, gate, "serve"
 
 
 def answered(url: str, body: dict[str, object] | None = None) -> tuple[int, dict[str, object], str | None]:
-    """Status, body and Retry-After."""
+    """Status, body and Retry-After of an answer."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=LIMIT_S) as answer:
@@ -490,7 +490,8 @@ def test_while_the_model_loads_the_api_answers_and_says_so(start: Callable[..., 
     asked = {"model": "tiny", "prompt": "the", "max_tokens": 3}
     server = start(tiny, command=gated(gate))
     wait_for(lambda: server.workers, server)
-    urls = [f"http://{host}:{port}" for host, port in listening(server.process.pid)]  # the admin routes' is another
+    # another one is of the admin routes
+    urls = [f"http://{host}:{port}" for host, port in listening(server.process.pid)]
     [url] = [url for url in urls if answered(f"{url}/live") == (200, {"status": "live"}, None)]
     assert answered(f"{url}/health") == (503, {"status": "loading"}, None)
     status, body, retry_after = answered(f"{url}/v1/completions", asked)
@@ -514,7 +515,7 @@ def test_a_worker_that_is_stopped_is_noticed_is_ready_when_it_goes_on_and_goes_w
         wait_for(lambda: answered(f"{server.url}/health")[0] == 503, server)
         status, body, _ = answered(f"{server.url}/health")
         assert (status, body["status"]) == (503, "stalled")
-        assert "has not been heard of" in str(body["reason"])
+        assert "has not responded" in str(body["reason"])
         assert answered(f"{server.url}/live")[0] == 200
         status, _, retry_after = answered(f"{server.url}/v1/completions", asked)
         assert (status, retry_after) == (503, "1")
@@ -542,7 +543,7 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
         clients.append(open_socket(server, receive_buffer=4096))
         clients[-1].sendall(asked)
     assert urlopen(f"{server.url}/v1/models", timeout=LIMIT_S).status == 200
-    # By then some have been given as much as waits for a client.
+    # By then some clients have filled the server's buffer of unread output.
     wait_for(lambda: metric(server, "vllm:generation_tokens_total") > 5000, server)
     os.killpg(server.process.pid, signal.SIGTERM)
     assert server.ends() == 0
@@ -552,7 +553,7 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
 
 
 def metric(server: Server, name: str) -> float:
-    """The sum of a series of /metrics, which is a moment old."""
+    """The sum of a series of /metrics, which may be a moment old."""
     text = urlopen(f"{server.url}/metrics", timeout=LIMIT_S).read().decode()
     found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert found, name
@@ -572,7 +573,7 @@ from redline.wire.news import Beat, Failed, Ready
 from redline.worker.config import WorkerConfig
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
 with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as outbox:
-    outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker whose device fails"))
+    outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker with a failing device"))
     outbox.put(Beat())
     inbox.drain(wait=True)
     outbox.put(Failed(reason="the device gave an error: CudaError: [CUDA] gone"))
@@ -601,10 +602,10 @@ def test_a_worker_that_ends_says_why_to_the_operator_and_to_clients_that_it_is_l
 def test_a_signal_to_the_group_ends_it_cleanly_in_the_middle_of_a_stream(
     start: Callable[..., Server], tiny: Path, tmp_path: Path, number: signal.Signals
 ):
-    sockets = Path(os.path.relpath(tmp_path))  # a socket's path has 107 bytes at most
+    sockets = Path(os.path.relpath(tmp_path))  # the path of a Unix socket has at most 107 bytes
     server = start(tiny, environment={"TMPDIR": str(sockets)}).until_ready()
     with talk_for_ever(server) as stream:
-        os.killpg(server.process.pid, number)  # as a terminal does that is closed
+        os.killpg(server.process.pid, number)  # as a closed terminal does
         with pytest.raises(APIError):
             list(stream)
     assert server.ends() == 0
@@ -625,12 +626,12 @@ def test_ctrl_c_while_the_worker_imports_torch_ends_it_cleanly(start: Callable[.
     wait_for(lambda: any("libtorch" in mapped(worker) for worker in server.workers), server)
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.ends() == 0
-    assert server.said == "" or "is ready at" in server.said, "it may have been faster than this test"
+    assert server.said == "" or "is ready at" in server.said, "the server may have been ready before the signal"
     assert "Traceback" not in server.said
 
 
 def mapped(pid: int) -> str:
-    """What a process has mapped into its memory; nothing where it has ended."""
+    """The memory map of a process; empty if the process has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/maps").read_text()
     return ""
@@ -644,7 +645,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_and_again_and_again_while_it_ends_inte
 
     def has_ended() -> bool:
         with suppress(ProcessLookupError):
-            os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does with Ctrl-C
+            os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
         return server.process.poll() is not None
 
     with talk_for_ever(server) as stream:
@@ -661,7 +662,7 @@ def test_a_worker_that_is_killed_while_it_loads_is_one_line(start: Callable[...,
     server = start(tiny, command=gated(gate))
     wait_for(lambda: server.workers, server)
     for worker in server.workers:
-        os.kill(worker, signal.SIGKILL)  # as the kernel does where memory runs out
+        os.kill(worker, signal.SIGKILL)  # as the kernel does when memory runs out
     assert server.ends() == 1
     assert server.said == "error: the worker has ended with code -9 while it was loading the model\n"
 
@@ -701,7 +702,7 @@ def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Callable[..., Server], tiny: Path):
-    """Answers that would go on for long are read until they are well behind the place where they moved."""
+    """Long answers are read until well past the token at which they moved to the restarted worker."""
     server = start(tiny).until_ready()
     asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 50_000, "stream": True}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
@@ -723,7 +724,7 @@ def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Cal
             while len(undisturbed) < least:
                 undisturbed += next(pieces)
         assert moved[:least] == undisturbed[:least]
-    assert server.said.count("the worker has ended with code -9; it is started again") == 2
+    assert server.said.count("the worker has ended with code -9; it is restarted") == 2
     wait_for(lambda: metric(server, "redline:jobs_moved_total") == 2.0, server)
     os.killpg(server.process.pid, signal.SIGTERM)
     assert server.ends() == 0
@@ -749,7 +750,9 @@ def test_without_time_to_resume_a_worker_that_is_killed_ends_the_server_with_cod
             list(stream)
     assert server.ends() == 1
     assert "the worker has ended with code -9; stopping" in server.said
-    assert "worker is down with 1 jobs: the worker has ended with code -9" in server.said, "who waits is told at once"
+    assert "worker is down with 1 jobs: the worker has ended with code -9" in server.said, (
+        "waiting clients get the error at once"
+    )
     assert "Traceback" not in server.said
 
 
@@ -770,7 +773,7 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
         (["{tiny}", "--max-model-len", "100000"], "this model supports 1 to 65,536 tokens"),
         (
             ["{tiny}", "--max-model-len", "10"],
-            r"max-model-len is 10; expected \d+ at least: .* is a prompt of \d+ tokens",
+            r"max-model-len is 10; expected at least \d+: .* is a prompt of \d+ tokens",
         ),
         (["{tiny}", "--kv-memory", "much"], "expected a size such as 500MB"),
         (
@@ -787,7 +790,7 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
             ["{tiny}", "--draft", "suffix", "--draft-trace", "{tiny}/no/file"],
             "speculation.trace: .*: its folder does not exist",
         ),
-        (["{tiny}", "--draft-tokens", "3"], "speculation.tokens is set, but nothing drafts: .*--draft FOLDER"),
+        (["{tiny}", "--draft-tokens", "3"], "speculation.tokens is set, but there is no drafter: .*--draft FOLDER"),
     ],
 )
 def test_a_mistake_of_the_operator_is_one_line(
@@ -811,10 +814,10 @@ def test_the_shortest_context_answers_the_example_that_is_printed(start: Callabl
 
 
 def test_a_name_is_text_and_what_is_printed_with_it_works_when_pasted(start: Callable[..., Server], tiny: Path):
-    """And every network without keys is warned about."""
+    """A warning is also printed when the server listens on all networks without keys."""
     name = 'it\'s [bold]"6 x 7"[/red] $HOME :smile:'
     server = start(tiny, "--served-model-name", name, "--host", "0.0.0.0").until_ready()
-    assert "everyone who reaches the port is served" in " ".join(server.said.split())
+    assert "every client that can reach the port can use the server" in " ".join(server.said.split())
     assert server.url.startswith("http://127.0.0.1:")
     assert f"{name} is ready at http://" in server.said
     before, after = server.said.split("\ncurl ")

@@ -1,4 +1,4 @@
-"""Two workers that do everything behind one server: where conversations go, and what the operator is told of it."""
+"""Two mixed workers (prefill and decode) of one server: placement of conversations, and the operator's view."""
 
 import json
 import os
@@ -37,7 +37,7 @@ links.MOVE_S = 60.0
 pace.Pace.model = StepModel(base=1.0, row=0.1, prompt=0.1)
 sys.argv[0] = "redline"
 main()
-"""  # a server by whose router steps take these milliseconds, and no worker is silent that is stopped for a moment
+"""  # a server with a router that assumes these step times in ms, and does not take a briefly stopped worker for silent
 FIRST = "the functions of a page " * 30
 
 
@@ -78,7 +78,7 @@ def admin(server: Server, path: str) -> dict[str, Any]:
 
 
 def said(server: Server, prompt: str, id: str) -> Any:
-    """A whole answer of 40 tokens."""
+    """A complete answer of 40 tokens."""
     return server.client.completions.create(
         model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_headers={"X-Request-Id": id},
         extra_body={"ignore_eos": True},
@@ -86,7 +86,7 @@ def said(server: Server, prompt: str, id: str) -> Any:
 
 
 def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operator_can_ask_why(two: Server) -> None:
-    """Steps take what the test says, so the worker with its pages costs least."""
+    """The step times are set by the test, so the worker that has its pages cached costs least."""
     said(two, FIRST, "first")
     said(two, "another " * 120, "other")
     wait_for(lambda: sum(w["load"]["pages_cached"] > 0 for w in admin(two, "status")["workers"].values()) == 2, two)
@@ -130,7 +130,7 @@ def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_
     )  # fmt: skip
     jobs = admin(two, "requests/many")["jobs"]
     pauses = [pause for job in jobs for pause in job["paused"]]
-    assert pauses, "a worker has 27 pages, and three of these answers want more"
+    assert pauses, "a worker has 27 pages, and three of these answers need more"
     for pause in pauses:
         assert pause["pages"] == 27
         assert pause["by"] is None or pause["by"].startswith("many.")

@@ -1,4 +1,4 @@
-"""A deployment as the TOML that says the same."""
+"""A deployment printed as equivalent TOML."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def test_a_folder_and_flags_are_shown_with_who_said_what(tmp_path: Path):
     assert remarks["weights"] == "argument"
     assert {remarks[key] for key in ("port", "kv_memory", "type", "tokens")} == {"flag"}
     assert {remarks[key] for key in ("host", "kv_dtype", "adaptive")} == {"default"}
-    assert remarks["max_model_len"] == "default: what fits"
+    assert remarks["max_model_len"] == "default: the longest that fits"
     assert (read(write(tmp_path, text), {})).engine == read(tmp_path, flags).engine
 
 
@@ -90,4 +90,4 @@ def test_promises_and_steering_are_in_the_shortest_file_too(tmp_path: Path, stee
     config = read(file, {})
     file.write_text(as_file(config))
     assert read(file, {}) == config
-    assert as_file(read(tmp_path, {})) == f'weights = "{tmp_path}"\n', "and no more is"
+    assert as_file(read(tmp_path, {})) == f'weights = "{tmp_path}"\n', "and nothing more is printed"

@@ -1,4 +1,4 @@
-"""When a server gives its worker up: counted in waking seconds, not read from a clock."""
+"""When a server gives a silent worker up: the timeout counts seconds awake, and is not read from a clock."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from redline.fleet.kept import SILENCE_S, until_silent
 
 
 def seconds_until_silent(monkeypatch: pytest.MonkeyPatch, last_beat_s: int, every_s: int = 1) -> int:
-    """A worker's heart beats every so many seconds until its last beat."""
+    """The second at which a worker is given up that sends a heartbeat every `every_s` seconds until `last_beat_s`."""
     link, now = SimpleNamespace(beats=0, ready=True), 0
 
     async def sleep(seconds: float) -> None:

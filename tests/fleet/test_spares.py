@@ -1,5 +1,4 @@
-"""A server that starts a second worker when more comes than one can answer, and ends it when that is over: under load,
-over HTTP, and no answer is lost."""
+"""A server that starts a second worker while the load exceeds one, and then ends it, without losing an answer."""
 
 import json
 import os
@@ -60,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def answer(server: Server, tokens: int) -> int:
-    """Tokens of a whole answer. Raises where there is none."""
+    """The tokens of a complete answer. Raises if the request fails."""
     body = {"model": "tiny", "prompt": "the functions of a page", "max_tokens": tokens, "ignore_eos": True}
     request = Request(f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urlopen(request, timeout=120) as told:
@@ -76,15 +75,15 @@ def changes(server: Server, does: str) -> list[dict[str, Any]]:
 
 
 def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: Server) -> None:
-    assert set(workers(server)) == {"worker-0"}, "the other is not to run yet"
+    assert set(workers(server)) == {"worker-0"}, "the other worker is not started yet"
     states = steer(server)["workers"]
     assert (states["least"], states["most"], states["states"]) == (1, 2, {"ready": 1, "idle": 1})
-    assert [answer(server, SHORT) for _ in range(3)] == [SHORT] * 3  # by which later ones are judged
+    assert [answer(server, SHORT) for _ in range(3)] == [SHORT] * 3  # the baseline for the later ones
     answers: list[Future[int]] = []
     with ThreadPoolExecutor(200) as clients:
 
         def one_more() -> list[dict[str, Any]]:
-            """Of a wave: far more than one worker answers, two at once, on any machine."""
+            """Send one more request of a burst that is too much for one worker, which runs two at once."""
             answers.append(clients.submit(answer, server, SHORT))
             return changes(server, "starts")
 
@@ -94,7 +93,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         assert " workers are needed to meet the SLO targets" in start["why"]
         wait_for(lambda: "worker-1 is started" in server.said, server)
         wait_for(lambda: workers(server).get("worker-1", {}).get("ready"), server)
-        # Long answers begin where nothing waits, and most often go on elsewhere when that worker ends.
+        # Long answers begin when no request is waiting, and are usually requeued when that worker ends.
         answers += [clients.submit(answer, server, LONG) for _ in range(2)]
         wait_for(lambda: changes(server, "ends"), server)
         assert changes(server, "ends")[0]["worker"] == "worker-1"
@@ -105,10 +104,10 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         lengths = [each.result(LIMIT_S) for each in answers]
     assert sorted(set(lengths)) == [SHORT, LONG]
     told = workers(server)["worker-1"]
-    assert (told["ready"], told["lost"]) == (False, "it is not wanted for now")
+    assert (told["ready"], told["lost"]) == (False, "it is scaled down")
     for line in (
         "worker-1 takes requests",
-        "worker-1 is to run no more",
+        "worker-1 is scaled down",
         "worker-1 has ended, and is idle until it is",
     ):
         wait_for(lambda line=line: line in server.said, server)
@@ -120,7 +119,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
     assert 'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0' in text
     queries = re.search(r'vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} (\S+)', text)
     assert queries is not None
-    assert float(queries[1]) > 0, "it has had some of them"
+    assert float(queries[1]) > 0, "it has prefilled some of the requests"
 
 
 def test_it_ends_cleanly(server: Server) -> None:

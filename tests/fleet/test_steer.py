@@ -1,4 +1,4 @@
-"""Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
+"""Role switches and the autoscaler: their inputs, their decisions, and the limits on the number of changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +14,16 @@ from redline.errors import RedlineError
 from redline.fleet.config import Steer
 from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
-from redline.fleet.supervisor import Seat
+from redline.fleet.supervisor import WorkerStatus
 from redline.route.roles import is_done, refusal
 from redline.tune.expected import Asked, Roles, Traffic
-from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
+from redline.wire.news import STEP_SIZES, Heartbeat, Load, Ready, Role, TimedStep
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
 
 pytestmark = pytest.mark.anyio
 
-PROMPT_MS, ROW_MS, BASE_MS = 0.5, 0.2, 5.0  # what a step's parts take at these workers
+PROMPT_MS, ROW_MS, BASE_MS = 0.5, 0.2, 5.0  # the step time of these workers by its parts
 SLA = {"default": Sla(ttft_ms=2000, itl_ms=12)}
 
 
@@ -53,42 +53,42 @@ def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> Time
 
 
 class Fleet:
-    """Workers a, b ... with these roles, which do as they are told, and who steers them; the clock stands."""
+    """Workers a, b ... with these roles, which follow every order, and their `Steering`, with a clock of its own."""
 
     def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
-        """spares: workers behind these, idle at first, which run while they are wanted."""
+        """spares: further workers, idle at first, that run while they are needed."""
         self.now = 0.0
-        self.states: dict[str, Seat] = {}
+        self.states: dict[str, WorkerStatus] = {}
         self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
         self.turned: list[tuple[str, Role]] = []
         self.steering = Steering(Steer(window_s=60, rest_s=30, **config), self.gateway, self, sla, lambda: self.now)
         for name, role in zip("abcd", roles, strict=False):
-            self.states[name] = Seat(name, "ready", spare=False)
+            self.states[name] = WorkerStatus(name, "ready", spare=False)
             self.serves(name, role)
         for name in "wxyz"[:spares]:
-            self.states[name] = Seat(name, "idle", spare=True)
+            self.states[name] = WorkerStatus(name, "idle", spare=True)
         self.steps = 0
         self.now = 1000.0
         self.heard()
 
     def serves(self, name: str, role: Role) -> None:
-        """A worker is ready."""
+        """Make a worker ready."""
         epoch = 1 + sum(link.name == name for link in self.gateway.links)
         link = FakeEngine(lambda _: ()).serve(self.gateway, name=name, role=role, epoch=epoch)
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows")
-        self.gateway.deliver(link, Beat())
+        self.gateway.deliver(link, Heartbeat())
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[WorkerStatus]:
         return list(self.states.values())
 
     def want(self, name: str, role: Role) -> str | None:
-        self.states[name] = Seat(name, "starting", spare=True)
+        self.states[name] = WorkerStatus(name, "starting", spare=True)
         self.turned.append((name, role))
         return None
 
     def spare(self, name: str) -> str | None:
-        self.states[name] = Seat(name, "ending", spare=True)
+        self.states[name] = WorkerStatus(name, "ending", spare=True)
         self.gateway.drain(next(link for link in self.gateway.links if link.name == name))
         return None
 
@@ -100,14 +100,14 @@ class Fleet:
         return why_not
 
     def measure(self) -> None:
-        """Steps of each kind have ended."""
+        """Report steps of each kind from each worker."""
         for worker in "abcd":
             for prompt, rows in ((512, 0), (512, 8), (256, 4), (0, 1), (0, 8), (0, 32)):
                 self.steps += 1
                 self.steering.measured.hear(worker, load(self.steps, step(self.steps, prompt, rows)))
 
     def comes(self, prompt: int, output: int, per_s: float, seconds: float = 60.0) -> None:
-        """So many requests of these lengths, at an even pace, up to now."""
+        """`per_s` requests a second of these lengths, evenly spaced over the last `seconds`."""
         end = self.now
         for number in range(int(per_s * seconds)):
             self.now = end - seconds + number / per_s
@@ -119,10 +119,10 @@ class Fleet:
     def heard(self) -> None:
         for link in self.gateway.links:
             if link.ready is not None:
-                self.gateway.deliver(link, Beat())
+                self.gateway.deliver(link, Heartbeat())
 
     def settle(self) -> None:
-        """What was turned is wholly in its role."""
+        """Complete the role switches that are done."""
         for link in self.gateway.links:
             if link.turning is not None and is_done(link, self.gateway.answers_of(link)):
                 link.turning = None
@@ -139,28 +139,28 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     fleet.comes(prompt=1000, output=100, per_s=4)
     first = await fleet.steering.look()
     assert first.worker is None
-    assert first.why.endswith("once more, and a role changes")
+    assert first.why.endswith("a role switches if the next evaluation confirms it")
     assert first.now is not None
     assert first.expected is not None
     assert first.expected.attainment > first.now.attainment
     assert first.expected.roles == Roles(prefill=3, decode=1)
     second = await fleet.steering.look()
     assert (second.worker, second.role) == ("a", "prefill")
-    assert (await fleet.steering.look()).why == "a is still changing its role"
+    assert (await fleet.steering.look()).why == "a is still switching its role"
     fleet.passes(5)
     third = await fleet.steering.look()
-    assert (third.worker, third.role) == ("b", "prefill"), "half of the way may be worse than none"
+    assert (third.worker, third.role) == ("b", "prefill"), "a partial change may be worse than none"
     fleet.passes(5)
     assert (await fleet.steering.look()).worker == "c"
     fleet.passes(5)
-    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert "the next switch is possible in 25 s" in (await fleet.steering.look()).why
     assert fleet.turned == [("a", "prefill"), ("b", "prefill"), ("c", "prefill")]
     told = fleet.steering.told()
     assert told["roles"] == {"prefill": 3, "decode": 1, "both": 0}
     assert [change["worker"] for change in told["changes"]] == ["c", "b", "a"]
     assert all(change["expected"]["attainment"] > change["now"]["attainment"] for change in told["changes"])
-    assert told["last"]["workers_wanted"] is None, "nothing was weighed"
-    weighed = told["weighed"]  # by the look that began it
+    assert told["last"]["workers_wanted"] is None, "the last look did not evaluate roles"
+    weighed = told["weighed"]  # by the look that began the changes
     assert [weighed[f"{what}_tokens"] for what in ("prompt", "cached", "answer")] == [1000, 0, 100]
     assert weighed["requests_per_s"] == pytest.approx(4, rel=0.02)
     assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
@@ -168,8 +168,8 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
 
 
 async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> None:
-    """A prompt takes half a second in whole chunks: an answer of ten tokens that meets one does not keep 40 ms between
-    them. Beside a page each takes 37 ms."""
+    """Prefill of a prompt takes half a second in large chunks: an answer of ten tokens that runs at the same time
+    misses 40 ms between tokens. In steps with one page of the prompt each token takes 37 ms."""
     promised = {"default": Sla(ttft_ms=20_000, itl_ms=40)}
     for step_ms, changes in ((None, True), (60.0, False)):
         fleet = Fleet("both", "both", "both", "both", sla=promised)
@@ -188,7 +188,7 @@ async def test_where_little_is_to_be_gained_by_prediction_roles_are_not_even_tri
     fleet.measure()
     fleet.comes(prompt=1000, output=10, per_s=1.5)
     looks = [await fleet.steering.look() for _ in range(CONFIRM + 1)]
-    assert all(look.why.endswith(", which is too little for a change") for look in looks)
+    assert all(look.why.endswith(", too small a gain for a change") for look in looks)
     assert fleet.turned == []
 
 
@@ -200,19 +200,19 @@ async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where
     fleet.comes(prompt=1000, output=10, per_s=2.4)
     assert (await fleet.steering.look()).why.startswith("simulated good requests: 9")
     fleet.passes(5)
-    assert (await fleet.steering.look()).why == "roles were tried lately; they are again in 25 s"
+    assert (await fleet.steering.look()).why == "roles were simulated recently; the next simulation is in 25 s"
 
     async def fails(*_: object) -> Mapping[Roles, float]:
-        raise RedlineError("the process that tries roles ended with code -9")
+        raise RedlineError("the simulation of roles ended with code -9")
 
     monkeypatch.setattr("redline.fleet.steer.tried", fails)
     fleet.passes(26)
     fleet.comes(prompt=1000, output=10, per_s=4)
     decision = await fleet.steering.look()
-    assert (decision.worker, decision.why) == (None, "the process that tries roles ended with code -9")
+    assert (decision.worker, decision.why) == (None, "the simulation of roles ended with code -9")
     assert decision.expected is not None
     assert decision.expected.roles == Roles(both=4)
-    assert caplog.messages == ["the process that tries roles ended with code -9; the roles stay as they are"]
+    assert caplog.messages == ["the simulation of roles ended with code -9; the roles stay as they are"]
 
 
 async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
         await fleet.steering.look()
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "d"), "it has ended")
     fleet.passes(5)
-    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert "the next switch is possible in 25 s" in (await fleet.steering.look()).why
     assert fleet.turned == [("a", "prefill")]
 
 
@@ -252,7 +252,7 @@ async def test_when_prompts_are_short_and_answers_long_the_worker_answers_again(
     looks = [await fleet.steering.look() for _ in range(CONFIRM)]
     assert [look.worker is None for look in looks] == [True] * (CONFIRM - 1) + [False]
     assert looks[-1].expected is not None
-    assert looks[-1].expected.roles == Roles(both=4), "of those that are as good what is good for any traffic"
+    assert looks[-1].expected.roles == Roles(both=4), "of equally good roles, those that are good for any traffic"
     for _ in "bc":
         fleet.passes(5)
         await fleet.steering.look()
@@ -285,13 +285,13 @@ async def test_a_look_that_says_otherwise_begins_the_count_anew() -> None:
 async def test_without_enough_traffic_or_measured_steps_nothing_is_concluded() -> None:
     fleet = Fleet("both", "both")
     fleet.comes(prompt=3000, output=40, per_s=(LEAST_REQUESTS - 1) / 60)
-    assert "requests came in 60 s" in (await fleet.steering.look()).why
+    assert "requests arrived in 60 s" in (await fleet.steering.look()).why
     fleet.comes(prompt=3000, output=40, per_s=2)
     assert "have been measured yet" in (await fleet.steering.look()).why
     fleet.steering.measured.hear("a", load(1, step(1, 512, 0)))
     assert "have been measured yet" in (await fleet.steering.look()).why
     fleet = Fleet("both")
-    assert "nothing to choose" in (await fleet.steering.look()).why
+    assert "roles need at least 2" in (await fleet.steering.look()).why
 
 
 async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_at_once() -> None:
@@ -300,7 +300,7 @@ async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_
     fleet.gateway.lose(link, "it has ended")
     decision = await fleet.steering.look()
     assert (decision.worker, decision.role) == ("a", "decode")
-    assert decision.why == "no other worker is left that answers"
+    assert decision.why == "no other worker can answer"
 
 
 async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
@@ -315,11 +315,11 @@ async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
     assert not fleet.turned
 
 
-MANY = {"prompt": 20, "output": 200, "per_s": 80.0}  # more than three workers can answer as promised
+MANY = {"prompt": 20, "output": 200, "per_s": 80.0}  # more than three workers can answer within the SLO target
 
 
 async def look(fleet: Fleet, times: int, seconds: float = 5.0) -> list[str]:
-    """So many looks, one behind the other: what came of them."""
+    """The decisions of `times` looks, `seconds` apart."""
     found: list[str] = []
     for _ in range(times):
         decision = await fleet.steering.look()
@@ -341,11 +341,11 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
     assert second.why == f"{first.wanted} workers are needed to meet the SLO targets, 2 are running"
     assert second.now is not None
     assert second.expected is not None
-    assert second.expected.roles == Roles(both=3), "prompts are not parted from answers before that has been tried"
+    assert second.expected.roles == Roles(both=3), "prefill and decode are not split before that has been simulated"
     assert second.role == "both"
     assert second.expected.attainment >= second.now.attainment
     third = await fleet.steering.look()
-    assert (third.worker, third.does) == ("x", "starts"), "one that is being started is not another time wanted"
+    assert (third.worker, third.does) == ("x", "starts"), "the worker that is being started is not started again"
     assert (await fleet.steering.look()).worker is None, "there are no more"
     told = fleet.steering.told()
     assert told["workers"] == {
@@ -365,22 +365,22 @@ async def test_where_other_roles_are_enough_nobody_is_started() -> None:
 async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() -> None:
     fleet = Fleet("both", spares=2, spare_s=60.0)
     for name in "wx":
-        fleet.states[name] = Seat(name, "ready", spare=True)
+        fleet.states[name] = WorkerStatus(name, "ready", spare=True)
         fleet.serves(name, "both")
     for link in fleet.gateway.links:
         link.jobs = {"a": 0, "w": 2, "x": 1}[link.name]
     assert await look(fleet, 13) == [""] * 12 + ["x ends"], "it has less to end, and the one without any runs always"
-    assert (await fleet.steering.look()).why.endswith("but x ends already")
-    fleet.states["x"] = Seat("x", "idle", spare=True)
+    assert (await fleet.steering.look()).why.endswith("but x is still draining")
+    fleet.states["x"] = WorkerStatus("x", "idle", spare=True)
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "x"), "not wanted", asked=True)
     assert await look(fleet, 1) == ["w ends"]
-    fleet.states["w"] = Seat("w", "idle", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "idle", spare=True)
     assert await look(fleet, 3) == [""] * 3
 
 
 async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> None:
     fleet = Fleet("both", spares=1, spare_s=60.0)
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "both")
     first = next(iter(fleet.gateway.links))
     first.load = msgspec.structs.replace(load(1), waiting=8)
@@ -392,11 +392,11 @@ async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> No
 async def test_a_wave_in_between_keeps_those_who_run() -> None:
     fleet = Fleet("both", spares=1, spare_s=60.0)
     fleet.measure()
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "both")
     assert await look(fleet, 6, seconds=10) == [""] * 6
     fleet.comes(prompt=20, output=200, per_s=12)
-    assert await look(fleet, 8, seconds=10) == [""] * 8, "while it is in the window, and a minute more"
+    assert await look(fleet, 8, seconds=10) == [""] * 8, "while the burst is in the window, and a minute more"
     assert "w ends" in await look(fleet, 6, seconds=10)
 
 
@@ -405,9 +405,9 @@ async def test_one_whose_start_fails_is_left_out_for_a_while_and_another_is_trie
     fleet.measure()
     fleet.comes(prompt=20, output=200, per_s=16)
     assert await look(fleet, 2, seconds=1) == ["", "w starts"]
-    fleet.states["w"] = Seat("w", "idle", spare=True, failed="no memory")
+    fleet.states["w"] = WorkerStatus("w", "idle", spare=True, failed="no memory")
     assert await look(fleet, 1, seconds=1) == ["x starts"]
-    fleet.states["x"] = Seat("x", "idle", spare=True, failed="no memory")
+    fleet.states["x"] = WorkerStatus("x", "idle", spare=True, failed="no memory")
     last = await fleet.steering.look()
     assert last.worker is None
     assert fleet.steering.told()["workers"]["failed"] == {"w": "no memory", "x": "no memory"}
@@ -420,17 +420,17 @@ async def test_where_a_worker_that_runs_in_any_case_is_given_up_another_is_start
     None
 ):
     fleet = Fleet("both", "both", spares=1)
-    fleet.states["b"] = Seat("b", "given up", spare=False)
+    fleet.states["b"] = WorkerStatus("b", "given up", spare=False)
     assert await look(fleet, 2) == ["w starts", ""]
 
 
 async def test_who_is_the_last_that_answers_does_not_end() -> None:
     fleet = Fleet("prefill", spares=1, spare_s=5.0)
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "decode")
     assert await look(fleet, 3) == [""] * 3
     assert fleet.steering.last is not None
-    assert fleet.steering.last.why.endswith("but of those that need not run none can be spared yet")
+    assert fleet.steering.last.why.endswith("but no worker that runs on demand can be stopped yet")
 
 
 async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +441,7 @@ async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytes
         looks.append(1)
         if len(looks) == 3:
             raise KeyboardInterrupt
-        raise ValueError("what nobody thought of")
+        raise ValueError("an unexpected error")
 
     monkeypatch.setattr(fleet.steering, "look", fails)
     monkeypatch.setattr("asyncio.sleep", _at_once)

@@ -1,4 +1,4 @@
-"""A supervisor whose workers cannot be started, and where it puts what they hand over."""
+"""A supervisor with workers that fail to start or are killed, and its folder for KV transfer buffers."""
 
 import asyncio
 import shutil
@@ -32,7 +32,7 @@ def anyio_backend() -> str:
 
 
 class NoProcess:
-    """As `start_worker`, where the system has none left."""
+    """Stands in for `start_worker` when the system has no process left."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
@@ -45,7 +45,7 @@ class NoProcess:
 
 
 class Alive:
-    """As `LocalProcess`: a worker's process, which ends when the test says so."""
+    """Stands in for `LocalProcess`: a worker's process, which ends when the test ends it."""
 
     gone = False
 
@@ -63,11 +63,11 @@ class Alive:
             self.ended.set_result(how)
 
     def close(self) -> None:
-        """It leaves nothing behind."""
+        """There is nothing to clean up."""
 
 
 class Crew:
-    """A supervisor of workers that load until the test says that they are ready, or have ended."""
+    """A supervisor of workers that load until the test makes them ready or ends them."""
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
         self.supervisor = Supervisor(config, gateway, sockets)
@@ -128,10 +128,10 @@ async def test_a_worker_that_is_killed_during_its_first_load_is_started_again_wh
         (await two.started("worker-1", 1)).kill()
         assert await starting is not None
         (link,) = (link for link in two._gateway.links if link.name == "worker-0")
-        assert link.lost is None, "whoever serves goes on"
+        assert link.lost is None, "the worker that serves stays up"
         (await two.started("worker-1", 2)).kill()
         await two.ready("worker-1", 3)
-        assert caplog.text.count("while it was loading the model; it is started again") == 2
+        assert caplog.text.count("while it was loading the model; it is restarted") == 2
         assert all(worker.given_up is None for worker in two.supervisor.workers)
 
 
@@ -144,7 +144,7 @@ async def test_a_worker_that_is_killed_during_its_first_load_waits_for_another_t
         (await two.started("worker-0", 1)).kill()
         await eventually(lambda: "worker-0: the worker has ended with code -9 while it was loading" in caplog.text)
         assert not starting.done()
-        assert "started again once another worker is ready" in caplog.text
+        assert "restarted once another worker is ready" in caplog.text
         await two.ready("worker-1")
         assert await starting is not None
         await two.ready("worker-0", 2)
@@ -221,7 +221,7 @@ async def test_which_workers_can_be_replaced(monkeypatch: pytest.MonkeyPatch, tm
 
 
 async def given_up(all_: Supervisor) -> str:
-    """What `given_up` returns of workers that have been ready once."""
+    """The result of `given_up` for workers that have been ready once."""
     all_._proven.set()
     all_._lives = [asyncio.create_task(worker.live()) for worker in all_.workers]
     return await asyncio.wait_for(all_.given_up(), LIMIT_S)
@@ -240,7 +240,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
         assert start.epochs == list(range(1, MOST_ENDS + 1))
         assert start.alone == {True}, "there is one worker"
         assert "could not be started: [Errno 11]" in why
-        assert world.gateway.links.lost is not None, "those who wait are told"
+        assert world.gateway.links.lost is not None, "waiting clients get the error"
         assert [link.lost is not None for link in world.gateway.links] == [True]
 
 
@@ -276,7 +276,7 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
         assert start.epochs == []
         assert [seat.state for seat in all_.seats] == ["starting", "idle"]
         assert all_.spare("worker-1") == "worker-1 is idle"
-        assert all_.spare("worker-0") == "worker-0 runs in any case"
+        assert all_.spare("worker-0") == "worker-0 always runs"
         for epoch in (1, 2):
             assert all_.want("worker-1", "decode") is None
             assert all_.want("worker-1", "decode") == "worker-1 is starting"
@@ -297,11 +297,11 @@ def test_a_process_that_is_given_too_little_says_what_and_how_to_give_more(monke
     process.check_process()
     for files in (16, 128):
         bounds[process.resource.RLIMIT_NOFILE] = files
-        with pytest.raises(ConfigError, match=rf"may open {files} files; expected 256 at least: ulimit -n 256"):
+        with pytest.raises(ConfigError, match=rf"may open {files} files; expected at least 256: ulimit -n 256"):
             process.check_process()
     bounds[process.resource.RLIMIT_NOFILE] = 4096
     bounds[process.resource.RLIMIT_AS] = 600_000 << 10
-    with pytest.raises(ConfigError, match=r"may have 0\.6 GiB of addresses; .* ulimit -v unlimited"):
+    with pytest.raises(ConfigError, match=r"limited to 0\.6 GiB of address space; .* ulimit -v unlimited"):
         process.check_process()
 
 

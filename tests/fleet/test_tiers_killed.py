@@ -1,4 +1,4 @@
-"""A worker that is killed while it writes pages to its disk: the next finds what was whole, and answers the same."""
+"""A worker is killed while it writes pages to its disk: the next finds the complete ones, and answers the same."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from openai import APIError, OpenAI
 from tests.fleet.test_serve import Server, start, tiny, wait_for  # noqa: F401
 from tests.waiting import LIMIT_S
 
-PAGES = 12  # on disk, at least, when it is killed
+PAGES = 12  # at least this many are on disk when it is killed
 
 
 def answer(client: OpenAI, prompt: list[int]) -> str:
@@ -23,7 +23,7 @@ def answer(client: OpenAI, prompt: list[int]) -> str:
 
 
 def counted(server: Server, series: str) -> float:
-    """Of the disk; 0 where the server does not tell it yet."""
+    """The sum of a series over the disk tier; 0 before the server reports it."""
     text = urlopen(f"{server.url}/metrics", timeout=LIMIT_S).read().decode()
     found = [line for line in text.splitlines() if re.match(f"redline:{series}", line) and 'tier="disk"' in line]
     return sum(float(line.rpartition(" ")[2]) for line in found)
@@ -47,7 +47,7 @@ def test_a_worker_killed_while_it_writes_pages_leaves_those_that_were_whole(
         while not done.is_set():
             try:
                 answer(client, next(prompts))
-            except APIError:  # its worker is killed
+            except APIError:  # its worker was killed
                 return
 
     filling = threading.Thread(target=fill)
@@ -56,7 +56,7 @@ def test_a_worker_killed_while_it_writes_pages_leaves_those_that_were_whole(
         wait_for(lambda: counted(server, r"tier_pages\{") >= PAGES, server)
         (killed,) = server.workers
         before = sizes(tmp_path / "pages")
-        wait_for(lambda: sizes(tmp_path / "pages") > before, server)  # it writes
+        wait_for(lambda: sizes(tmp_path / "pages") > before, server)  # it writes pages
         os.kill(killed, signal.SIGKILL)
     finally:
         done.set()

@@ -1,4 +1,4 @@
-"""Roles are tried in a process of their own: it says what playing them here says, and what goes wrong is one line."""
+"""Roles are simulated in a separate process: the result equals that of a simulation here, and an error is one line."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def test_a_process_says_what_playing_it_here_says() -> None:
 
 
 async def test_a_process_that_ends_with_an_error_is_said() -> None:
-    with pytest.raises(RedlineError, match="tries roles ended with code 1"):
+    with pytest.raises(RedlineError, match="simulation of roles ended with code 1"):
         await trials.tried(TRAFFIC._replace(rate=0.0), Fleet(4, KIMI_8_H200), TARGETS, SPLITS)
 
 
@@ -66,7 +66,7 @@ async def test_one_that_takes_too_long_or_whose_server_ends_is_ended(monkeypatch
         await turns(5)
         assert not asked.done()
         clock.advance(1)
-        with pytest.raises(RedlineError, match="tried for more than"):
+        with pytest.raises(RedlineError, match="took more than"):
             await asked
     asked = asyncio.create_task(ask())
     await eventually(lambda: len(started) == 2)
@@ -78,5 +78,5 @@ async def test_one_that_takes_too_long_or_whose_server_ends_is_ended(monkeypatch
 
 async def test_one_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(Path(os.devnull) / "python"))
-    with pytest.raises(RedlineError, match="roles cannot be tried"):
+    with pytest.raises(RedlineError, match="simulation of roles cannot be started"):
         await ask()

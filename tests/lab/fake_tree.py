@@ -1,4 +1,4 @@
-"""A copy of the project that is no engine: its command line and HTTP answer at once, as one is told to."""
+"""A copy of the project without an engine: its command line and HTTP server give configured answers at once."""
 
 import subprocess
 from pathlib import Path
@@ -89,8 +89,8 @@ def fake_tree(
     factor: float = 1.0,
     prefill: str | None = "benchmarks",
 ) -> Path:
-    """offset: of its log probabilities. pace_s: of a token: each event names when it would come, and comes at once.
-    refuses: requests with a seed. factor: of a GPU's times. prefill: the folder of that program."""
+    """offset: added to log probabilities. pace_s: seconds per token; each event names its due time, and is sent at
+    once. refuses: refuse requests with a seed. factor: of a GPU's times. prefill: folder of the prefill program."""
     (folder / "redline").mkdir(parents=True)
     (folder / "redline" / "__main__.py").write_text(
         MAIN.format(offset=offset, pace_s=pace_s, refuses=refuses, factor=factor)
@@ -102,7 +102,7 @@ def fake_tree(
 
 
 def fake_model(folder: Path) -> Path:
-    """With two prompts to ask."""
+    """A model's folder with two evaluation prompts."""
     (folder / "eval").mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     line = '{"kind": "sum", "messages": [{"role": "user", "content": "%s"}], "check": {"number": 3}}\n'
@@ -111,7 +111,7 @@ def fake_model(folder: Path) -> Path:
 
 
 def commit_all(folder: Path) -> str:
-    """The folder as a repository with one commit."""
+    """Makes the folder a repository with one commit, and returns its hash."""
 
     def git(*words: str) -> str:
         who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]

@@ -1,4 +1,4 @@
-"""What a round measures, what its ratios say, and what is read from the programs of a GPU."""
+"""The measurements of a round, the verdicts on its ratios, and the results read from the programs for a GPU."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def test_decoding_counts_from_when_all_have_begun():
 
 
 def test_ratios_are_taken_within_a_round():
-    """A machine that becomes half as fast in the second round changes none of them."""
+    """A machine that becomes half as fast in the second round changes no ratio."""
     figure = Figure("decode", 0.02)
     rounds = [{"decode": {"A": 100.0, "B": 99.0, "C": 100.0}}, {"decode": {"A": 50.0, "B": 49.5, "C": 50.0}}]
     [found] = results([figure], rounds)
@@ -98,7 +98,7 @@ def test_everyone_comes_first_in_turn():
 
 
 def test_the_steps_that_bench_decode_saves_are_read(tmp_path: Path):
-    """As measured on a GPU: the cases that README shows."""
+    """As measured on a GPU: the cases in the README."""
     cases = json.loads((RESULTS / "decode-h200.json").read_text())
     names = "layers", "physical_layers", "context", "kv_dtype", "ranks"
     shown = [case for case in cases if tuple(case[name] for name in names) == (61, 12, 1024, "bf16", 1)]
@@ -143,7 +143,7 @@ def measured(tmp_path: Path, words: list[str], **after: Any) -> tuple[int, dict[
     return code, json.loads(saved.read_text())
 
 
-async def _at_their_times(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[ab.Arrivals]:
+async def _at_their_times(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[ab.KvReceiver]:
     """What comes from a fake tree, at the times that its events name."""
     streams = [b"".join(part for _, part in stream) for stream in await STREAMS(port, prompts, new)]
     named = re.compile(rb'data: .*"at": ([0-9.]+)}\n\n(?:data: \[DONE\]\n\n)?')

@@ -1,4 +1,4 @@
-"""What the bystander's notes mean; and the whole of it, small, against a real server."""
+"""The figures computed from the bystander's notes; and a small run of the program against a real server."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def told(*times: float, waited: float = 0.0) -> list[list[Chunk]]:
-    """One answer; its reader waited for a core before the last chunk."""
+    """One answer; its reader waited for a CPU core before the last chunk."""
     return [[Chunk(at, waited if at == times[-1] else 0.0) for at in times]]
 
 
@@ -46,7 +46,7 @@ def test_a_step_of_the_engine_is_no_pause():
 def test_an_event_loop_that_does_not_answer_is_a_pause():
     pauses = read(Notes([Knock(0.02, 0.37, 0.0)], [told(0.0, 0.01, 0.41), told(0.0, 0.01, 0.41)]))
     assert pauses.beyond == 370.0
-    assert pauses.engine == pytest.approx(30, abs=0.1), "only what is left of the silence"
+    assert pauses.engine == pytest.approx(30, abs=0.1), "only the rest of the silence"
 
 
 def test_waiting_for_a_core_is_nobodys_pause():
@@ -56,7 +56,8 @@ def test_waiting_for_a_core_is_nobodys_pause():
 
 
 def test_a_stream_that_the_engine_leaves_out_pauses():
-    """The other one's first chunk may be of the very step that the gap begins with, so the second one counts.
+    """The first chunk of the other stream may be from the step at which the gap begins, so only the second one
+    counts.
 
     A step's chunk may come in two parts.
     """
@@ -85,7 +86,7 @@ def test_memory_that_grows_with_requests_is_seen_and_memory_that_has_grown_is_no
 
 
 def test_prompts_that_touch_pages_share_none():
-    """The cache would find a shared one, and nothing would be written."""
+    """A shared page would be a prefix cache hit, and would not be written."""
     prompts = [json.loads(one)["prompt"] for one in fresh_prompts(105_000, 65_536)]
     assert sum(map(len, prompts)) >= 105_000
     first_pages = {tuple(prompt[:PAGE_TOKENS]) for prompt in prompts}
@@ -124,7 +125,7 @@ def test_attacks_have_names_of_their_own():
 
 
 class Listener(World):
-    """It sends nothing, and notes how large each body is."""
+    """Sends nothing, and records the size of each body."""
 
     def __init__(self) -> None:
         super().__init__(port=0, token=1, blank=2, context=8192)
@@ -174,7 +175,7 @@ def test_a_small_run_against_a_real_server(
     assert phases["control"]["pauses"]["chunks"] > 2
     assert phases["tiny_penalty"]["replies"].get("unanswered", 0) == 0
     assert sum(phases["random"]["replies"].values()) == record["random"]["sent"] == 12
-    assert all(phase["right"] for phase in phases.values()), "a greedy answer is what it was"
+    assert all(phase["right"] for phase in phases.values()), "greedy answers are unchanged"
     assert record["random"]["odd"] == []
     assert record["end"]["clean"], record["end"]
     assert saved.with_suffix(".png").stat().st_size > 1000

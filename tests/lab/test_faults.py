@@ -1,4 +1,4 @@
-"""The judge of the faults program: what it takes for wrong, and what for late."""
+"""The judge of the faults program: which answers are wrong, and which are late."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A model is served at its full depth without its files, and prompts for it have the lengths that are asked."""
+"""A model is served at its full depth without its files, and its prompts have the requested lengths."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What two trees are asked, what of their answers counts, and what is said where they part."""
+"""Requests to two trees, the compared parts of their answers, and the report of differences."""
 
 import json
 import random
@@ -81,7 +81,7 @@ def test_every_answer_is_greedy_or_has_a_seed():
     for _ in range(200):
         for request in requests(rng.randrange(4000), Asked("a 0 (sum)", prompt("sum", "x" * 5000)), [5]):
             assert ("seed" in request.body) != (request.body["temperature"] == 0), request
-            assert request.body.get("prompt_logprobs", 0) <= 1, "a long prompt's log probabilities are few"
+            assert request.body.get("prompt_logprobs", 0) <= 1, "few log probabilities for a long prompt"
 
 
 def test_messages_are_as_clients_send_them():

@@ -1,4 +1,4 @@
-"""A few handoffs with every fault; and a harness that does find a checksum that tells nothing."""
+"""A few KV transfers with every fault; and the harness detects a checksum that is never checked."""
 
 import random
 from io import StringIO
@@ -18,9 +18,9 @@ def test_within_one_process_no_wrong_byte_is_accepted_and_every_byte_comes_back(
     assert not tally.problems()
     assert book["bytes that came back"] == book["bytes of the area"]
     assert set(tally.injected) == {*HARMS, *LINKS}
-    assert all(book.values()), "something that can happen did not"
+    assert all(book.values()), "a possible event did not occur"
     harmed = sum(tally.caught[kind] for kind in HARMS)
-    assert tally.refused_by_checksum > harmed, "no space was used again under a read"
+    assert tally.refused_by_checksum > harmed, "no buffer was reused during a read"
 
 
 def test_between_two_processes_too():

@@ -1,4 +1,4 @@
-"""The peer's loop over a library that records what it is fed: llama.cpp itself is not here."""
+"""The peer's loop over a library that records its batches; llama.cpp itself is not installed."""
 
 import ctypes
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ class Fed(NamedTuple):
 
 
 class Library:
-    """After token t at position p comes (t + p) mod 50. It keeps the tokens of every call."""
+    """Generates (t + p) mod 50 after token t at position p. Records the tokens of every call."""
 
     def __init__(self) -> None:
         self.calls: list[list[Fed]] = []
@@ -46,7 +46,7 @@ class Library:
         return "memory"
 
     def llama_memory_clear(self, memory: str, data: bool) -> None:
-        """Nothing is remembered."""
+        """There is no memory to clear."""
 
     def llama_batch_init(self, tokens: int, _: int, rows: int) -> Any:
         return SimpleNamespace(

@@ -1,4 +1,4 @@
-"""vLLM's figures, carried to 61 layers: the peer's process is played by a script."""
+"""vLLM's figures, extrapolated to 61 layers: a script stands in for the peer's process."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ if task["prompt"]:
 
 @pytest.fixture
 def python(tmp_path: Path) -> str:
-    """What has vLLM, as far as the program knows."""
+    """A fake Python interpreter with vLLM."""
     (tmp_path / "played.py").write_text(PLAYED)
     played = tmp_path / "python"
     played.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/played.py "$@"\n')

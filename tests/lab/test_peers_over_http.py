@@ -1,4 +1,4 @@
-"""How servers are held beside each other: medians of rounds' ratios; and that one is ended with all that it started."""
+"""Comparison of servers: medians of the rounds' ratios; and a server is ended with all processes that it started."""
 
 import os
 import sys

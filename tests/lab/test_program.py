@@ -1,4 +1,4 @@
-"""The programs of lab/: heard of while they work, and one line for what somebody can mend."""
+"""The programs of lab/: progress lines while they work, and one line for an error that the user can fix."""
 
 import ast
 import re
@@ -56,14 +56,14 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, fla
 
 
 def test_a_trial_does_not_overwrite_what_is_stored():
-    """Where no file is named, programs write under runs/, which git ignores; three read what is stored."""
+    """Without a file name, programs write under runs/, which git ignores; three programs read the stored results."""
     found = {path.name for path in LAB.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
     assert found == {"speed_page.py", "op_times.py", "peers_gpu.py"}
     assert not [path for path in LAB.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
 
 
 def test_the_readme_has_one_line_for_each_program():
-    """A program says at its beginning how it is started."""
+    """A program's docstring contains its command line."""
     listed = re.findall(r"^\| `python -m (lab\.[\w.]+)", (LAB / "README.md").read_text(), re.MULTILINE)
     told = {
         name

@@ -1,4 +1,4 @@
-"""How a peer is asked: over a program that answers at once, and says how long it would have taken."""
+"""Requests to a peer: a program that answers at once, and reports the seconds that it would have taken."""
 
 import sys
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ for line in sys.stdin:
 
 
 class Pace(NamedTuple):
-    """Seconds of a token."""
+    """Seconds per token."""
 
     prefill: float
     decode: float
@@ -56,7 +56,7 @@ def test_the_fastest_way_is_that_of_what_is_measured(peer: Peer):
         return [[0] * case.prompt] * case.batch
 
     assert peer.fastest(draw, Case(2, 200, 96), "rest_s") == DECODES
-    assert set(drawn) == {Case(2, SHORT_PROMPT, SHORT_NEW)}, "decoding is tried behind short prompts"
+    assert set(drawn) == {Case(2, SHORT_PROMPT, SHORT_NEW)}, "decoding is tried with short prompts"
     drawn.clear()
     assert peer.fastest(draw, Case(1, 2000, 1), "first_s") == PREFILLS
     assert Case(1, SHORT_PREFILL, 1) in drawn, "and a prefill with a longer one"
@@ -65,7 +65,7 @@ def test_the_fastest_way_is_that_of_what_is_measured(peer: Peer):
 def test_a_peer_that_answers_a_question_counts_its_decoding_alone(peer: Peer):
     outcome = PeerAsker(peer, DECODES).ask([Question("chat", (1, 2, 3))])
     assert outcome.seconds == pytest.approx(0.05 * PEER_ANSWER)
-    assert outcome.tokens == PEER_ANSWER - 1, "the first one is the prefill's"
+    assert outcome.tokens == PEER_ANSWER - 1, "the first one belongs to the prefill"
 
 
 def test_rates_are_told_by_domain():

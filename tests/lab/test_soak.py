@@ -1,4 +1,4 @@
-"""What a soak calls wrong; and the whole of it, small, against a real server."""
+"""The problems that a soak test detects; and a small run of it against a real server."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def record(**changed: Any) -> dict[str, Any]:
 
 def test_a_server_that_is_what_it_was_has_nothing_wrong():
     assert soak.wrong(record()) == []
-    assert soak.wrong(record(end=None)) == [], "a server of somebody else is not ended"
+    assert soak.wrong(record(end=None)) == [], "a server that the soak did not start is not ended"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.Captu
 
 
 def runs(pid: str) -> bool:
-    """Whether a process is there and has not ended, whoever may still ask how."""
+    """Whether a process exists and has not ended; a zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def runs(pid: str) -> bool:
 
 @pytest.mark.slow
 def test_a_soak_that_is_ended_leaves_no_process_behind(tmp_path: Path):
-    """Its server is in a session of its own: no signal to the soak reaches it."""
+    """Its server is in a separate session, so no signal to the soak reaches it."""
     sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "known-bytes": 1, "save": tmp_path / "soak.json"}
     words = [str(ROOT / "models" / "kimi-nano"), *(f"--{name}={value}" for name, value in sizes.items())]
     command = [sys.executable, "-m", "lab.soak", *words]

@@ -1,4 +1,4 @@
-"""docs/speed.md says what the committed results say."""
+"""docs/speed.md agrees with the committed results."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def record(**changes: Any) -> DepthRecord:
 def test_the_page_is_what_the_committed_results_make():
     files = sorted((ROOT / "benchmarks" / "results").glob("decode-*.json"))
     records = [one for path in files for one in read(path, DepthRecord)]
-    assert (ROOT / "docs" / "speed.md").read_text() == speed_page.page(records), "python -m lab.speed_page"
+    assert (ROOT / "docs" / "speed.md").read_text() == speed_page.page(records), "run python -m lab.speed_page"
 
 
 def test_without_results_the_page_says_so():

@@ -1,4 +1,4 @@
-"""What lab.tiers says of prompts that were asked: errors beside their floor, and regret."""
+"""The figures of lab.tiers for measured prompts: errors next to their floor, and regret."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_parts_are_told_by_the_time_that_they_lie_in() -> None:
 
 def test_first_tokens_of_a_small_model_are_told_with_the_parts_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "WARM", (130, 100, 70))
-    monkeypatch.setattr(PrefillTimes, "observed", lambda *_: None)  # so whatever is kept is fetched
+    monkeypatch.setattr(PrefillTimes, "observed", lambda *_: None)  # so everything that is stored is fetched
     given = tiers.arguments().parse_args(["--lengths", "130", "--conversations", "3", "--device", "cpu"])
     found = tiers.played(given.folder, tiers.Series(given.lengths, given.conversations), given)
     assert found["asked"]["none"] == 3

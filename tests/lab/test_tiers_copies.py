@@ -1,4 +1,4 @@
-"""The copies of a tier's pages on this machine's CPU, of a small model's size: all come as they were saved."""
+"""Copies of a tier's pages on this machine's CPU, in a small model's size: all come back unchanged."""
 
 import json
 from pathlib import Path

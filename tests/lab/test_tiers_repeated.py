@@ -1,4 +1,4 @@
-"""The same readings again and again on this machine's CPU: what is told of them, whatever they take."""
+"""Repeated reads of the same pages on this machine's CPU: the report, for any duration of the reads."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def test_each_number_of_pages_is_told_with_what_its_thread_computed() -> None:
     for one in found.values():
         assert one["count"] == 3
         assert one["all"]["ms"] > 0
-        assert one["computed"]["ms"] >= 0  # the system may count it when its thread has gone on
+        assert one["computed"]["ms"] >= 0  # the system may account the CPU time after the thread has continued
         assert one["waited_of_all"] >= 0
 
 

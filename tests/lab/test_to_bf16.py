@@ -1,4 +1,4 @@
-"""The copy in bf16 is the model: transformers, which reads it by itself, has the same weights."""
+"""The copy in bf16 equals the model: transformers, which reads it by itself, has the same weights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What llama.cpp would read, read by the formats' own descriptions: it is not here, so this file has a reader."""
+"""GGUF files, read by the formats' own descriptions: llama.cpp is not installed, so this file contains a reader."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from redline.model.k2.write import random_checkpoint
 from redline.ops.formats import Int4, quantize_int4
 from tests.tiny_model import kernel_config
 
-CONFIG = kernel_config(q_lora_rank=64)  # every row in whole blocks
+CONFIG = kernel_config(q_lora_rank=64)  # every row is whole blocks
 NUMBERS = {0: "f32", 2: "q4_0", 8: "q8_0", 30: "bf16"}
 BYTES = {"f32": (1, 4), "q4_0": (32, 18), "q8_0": (32, 34), "bf16": (1, 2)}  # values of a block, and its bytes
 SINGLE = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
@@ -28,11 +28,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 class Read(NamedTuple):
     kind: str
-    values: Array  # as torch has its axes
+    values: Array  # axes in torch's order
 
 
 class Reader:
-    """The container, front to back."""
+    """Reads the container from front to back."""
 
     def __init__(self, path: Path) -> None:
         self._data = path.read_bytes()
@@ -57,7 +57,7 @@ class Reader:
         self._at = math.ceil(self._at / 32) * 32
         self.tensors = {name: self._tensor(*place) for name, place in places.items()}
         ends = [start + _size(shape, kind) for shape, kind, start in places.values()]
-        assert math.ceil(max(ends) / 32) * 32 == len(self._data) - self._at, "nothing behind the last tensor"
+        assert math.ceil(max(ends) / 32) * 32 == len(self._data) - self._at, "no bytes after the last tensor"
 
     def _value(self, kind: int) -> Any:
         return self._string() if kind == 8 else self._take(SINGLE[kind])[0]
@@ -183,14 +183,14 @@ def test_the_file_says_how_the_model_computes(read: tuple[str, Reader]):
 
 @pytest.mark.parametrize(("kind", "most"), [("q4_0", 1.0), ("q8_0", 0.5)])
 def test_rounding_stays_within_a_step(kind: str, most: float):
-    """Q4_0 has codes -8..7, so the value opposite to the farthest one may be a whole step away."""
+    """Q4_0 has codes -8..7, so the value opposite to the one with the largest magnitude may be a whole step off."""
     weight = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0))
     weight[0, 0] = 0
     found = decode(pack(weight, kind), kind).reshape(weight.shape)
     groups = np.abs(weight.numpy().reshape(-1, 32)).max(1)
     step = groups / (8 if kind == "q4_0" else 127)
     apart = np.abs(found - weight.numpy()).reshape(-1, 32).max(1)
-    assert (apart <= most * step * (1 + 1 / 16) + 1e-7).all()  # a scale in fp16 moves the codes' ends
+    assert (apart <= most * step * (1 + 1 / 16) + 1e-7).all()  # a scale rounded to fp16 moves the largest codes
     assert (found[0, 0] == 0).all()
 
 

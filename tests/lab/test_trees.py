@@ -1,4 +1,4 @@
-"""A name becomes a tree, and a tree is served: the code that runs is that tree's, and nothing stays behind."""
+"""A name is resolved to a tree, and a tree is served: the running code is that tree's, and no folder is left over."""
 
 import http.client
 import os
@@ -18,7 +18,7 @@ from tests.waiting import LIMIT_S
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
-    """This checkout, for the time of a test, and its commit."""
+    """A fake checkout in place of this one, and its commit."""
     folder = fake_tree(tmp_path / "repository")
     fake_model(folder / "models" / "small")
     commit = commit_all(folder)
@@ -38,7 +38,7 @@ def test_a_commits_files_lie_in_a_folder_of_their_own_until_the_end(repository: 
     changed.write_text(changed.read_text() + "# changed\n")
     with opened(["HEAD", str(folder), "HEAD"]) as (head, here, again):
         assert (head.commit, here.commit) == (commit, f"{commit}+")
-        assert again == head, "what is named twice is one tree"
+        assert again == head, "two names of one tree give one tree"
         assert here.folder == folder
         assert "# changed" not in (head.folder / "redline" / "__main__.py").read_text()
         assert head.model("models/small") == head.folder / "models" / "small"

@@ -1,4 +1,4 @@
-"""How two clients' figures are compared, with each other and with the server's log."""
+"""Comparison of two clients' figures, with each other and with the server's log."""
 
 import pytest
 

@@ -18,7 +18,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import RankLost
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
-from redline.wire.handoff import Gone
+from redline.wire.handoff import WorkerDown
 from redline.wire.job import Grammar, Job
 from redline.worker import ranks
 from redline.worker.config import EngineConfig, Learned
@@ -163,7 +163,7 @@ def lost(both: Pair) -> str:
 def given_back(both: Pair) -> None:
     """The prefill worker is notified that the other has ended: all of its pages are freed, and it continues."""
     side = both.computes
-    side.exchange.hear(Gone(worker="decode", epoch=1))
+    side.exchange.hear(WorkerDown(worker="decode", epoch=1))
     for _ in range(3):
         side.turn()
     assert side.idle

@@ -17,7 +17,7 @@ from redline.bench.quality.prompts import read_sets
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.transport.memory import MemoryTransport
 from redline.wire.handoff import Piece
 from redline.wire.job import Job, JobId, Sampling
@@ -174,15 +174,15 @@ def test_law_5_where_does_not_matter(
         max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=speculation, kv_dtype=kv_dtype
     )
     both = Pair(EngineCore.load(NANO, config), EngineCore.load(NANO, config), clock=stands_still)
-    scatter, wrong = Parcels.scatter, list[int]()
+    scatter, wrong = KvChunkLayout.scatter, list[int]()
 
-    def checked(parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: torch.Tensor) -> None:
+    def checked(parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: torch.Tensor) -> None:
         scatter(parcels, piece, pages, from_B)
         there_B = torch.empty_like(from_B)
         parcels.gather(piece, pages, there_B)
         wrong.append(int((there_B != from_B).sum()))
 
-    monkeypatch.setattr(Parcels, "scatter", checked)
+    monkeypatch.setattr(KvChunkLayout, "scatter", checked)
     try:
         given = handed_over(both, long, stop_ids)
         assert len(wrong) >= len(long)

@@ -18,7 +18,7 @@ KEYS = ("city", "unit", "paths", "x", "items", "keys", "get", "update", "B", "a"
 
 
 def conversation(seed: int) -> Conversation:
-    """The same seed, the same conversation."""
+    """The conversation of a seed, always the same."""
     random_ = random.Random(seed)
     messages: list[Message] = []
     if random_.random() < 0.5:
@@ -125,7 +125,7 @@ def _schema(random_: random.Random, depth: int) -> Any:
 
 
 def _broken(random_: random.Random, schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema with one value, anywhere in it, replaced by what does not belong there."""
+    """The schema with one value, anywhere in it, replaced by one of a wrong type."""
     places: list[tuple[Any, Any]] = []
 
     def visit(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The chat template that others render, in transformers' own Jinja: the prompts and the ids of our own template."""
+"""The chat template rendered by transformers' own Jinja: the same prompts and ids as our own template."""
 
 import json
 from pathlib import Path
@@ -28,12 +28,12 @@ def ours() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """No code of the folder is there to be trusted."""
+    """Loaded without trust_remote_code: the folder contains no code."""
     return AutoTokenizer.from_pretrained(NANO)
 
 
 def openai(message: Message) -> dict[str, Any]:
-    """As a client sends it: what is empty is left out."""
+    """The message as a client sends it, without empty fields."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
@@ -78,7 +78,7 @@ def test_hundreds_of_conversations_and_the_golden_ones_have_our_ids(ours: Tokeni
 
 
 def spells_a_control_token(of: Conversation) -> bool:
-    """Such text is text here and the control token there, as upstream."""
+    """Such text is encoded as text here, and as the control token there, as in Moonshot's own code."""
     return any("<|" in message.content for message in of.messages)
 
 
@@ -93,7 +93,9 @@ ASK = Conversation(messages=(Message(role="user", content="q"),))
 def test_both_spellings_of_thinking_are_read_and_what_is_left_out_thinks():
     assert rendered(ASK, thinking=None).endswith("<think>")
     assert rendered(ASK, thinking=None, enable_thinking=False).endswith("<think></think>")
-    assert rendered(ASK, thinking=True, enable_thinking=False).endswith("<think>"), "the template's own word wins"
+    assert rendered(ASK, thinking=True, enable_thinking=False).endswith("<think>"), (
+        "the template's own variable has priority"
+    )
 
 
 def test_messages_of_other_clients_are_read_as_our_api_reads_them():

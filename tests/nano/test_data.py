@@ -1,4 +1,4 @@
-"""From samples to rows: the tokens are those of inference, and the loss falls on what the model has to say."""
+"""From samples to rows: the tokens equal those of inference, and the loss covers what the model generates."""
 
 import random
 from collections import Counter
@@ -52,7 +52,7 @@ def ids(tokens: Tokens) -> list[int]:
 
 
 def text_with(tokenizer: Tokenizer, tokens: Tokens, loss: int) -> str:
-    """What the tokens with this loss say."""
+    """The text of the tokens with this loss."""
     chosen = tokens[(tokens >> LOSS_SHIFT & 3) == loss]
     return b"".join(tokenizer.token_bytes(token) for token in ids(chosen)).decode()
 
@@ -103,7 +103,7 @@ def test_a_thinking_sample_without_reasoning_learns_to_end_the_thought(tokenizer
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_sample_begins_with_the_prompt_of_inference(tokenizer: Tokenizer, encoder: Encoder, thinking: bool) -> None:
-    """`encode` sees the messages as a client sends them, reasoning of all turns included, and drops what it drops."""
+    """`encode` gets the messages as a client sends them, with the reasoning of all turns, and drops the same parts."""
     sample = Sample("tools", TOOL_LOOP.messages, TOOL_LOOP.tools, thinking)
     sent = conversation(Sample("tools", sample.messages, sample.tools, thinking=True))
     every_thought = tuple(

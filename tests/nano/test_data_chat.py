@@ -1,4 +1,4 @@
-"""Conversation: answers pass their checks, held-out ways of talking stay out of training, refusals are honest."""
+"""Conversation: answers pass their checks, held-out topics and wordings stay out of training, refusals are honest."""
 
 import random
 import re

@@ -55,7 +55,7 @@ def test_the_thinking_names_the_parameters_that_the_function_has(split: Split) -
             assert thought.startswith(f"Function {answer.removeprefix('```python').split('def ')[1].split(':')[0]}. ")
 
 
-KNOWN = {  # by hand: what the functions of the shelf give
+KNOWN = {  # expected results of known functions, written by hand
     "gcd": ((12, 18), 6),
     "lcm": ((4, 6), 12),
     "factorial": ((5,), 120),
@@ -140,7 +140,7 @@ def test_classics_are_asked_for_in_a_few_words_and_by_name_alone() -> None:
     assert any(re.search(r"write `?reverse_string(\(\w+\))?`?$", prompt) for prompt in prompts)
     for phrases in data_code.PHRASES.values():
         for held in phrases.held:
-            # "returns ..." is also what other frames say with other descriptions
+            # "returns ..." also occurs in other frames with other descriptions
             if not held.startswith("returns "):
                 assert not any(prompt.endswith(held.lower()) for prompt in prompts), held
     names = {name.lower() for name in data_code.PHRASES}

@@ -1,4 +1,4 @@
-"""JSON data: the object is valid, says what the text says, and held-out records stay out of training."""
+"""JSON data: the object is valid and agrees with the text, and held-out records stay out of training."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def facts(value: Any) -> list[Any]:
-    """What the text tells: like leaves, but a list of words is one value."""
+    """The values in the text: like leaves, but a list of words is one value."""
     match value:
         case dict():
             return [fact for each in value.values() for fact in facts(each)]
@@ -41,7 +41,7 @@ def facts(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_answer_is_valid_and_the_check_accepts_it(split: Split) -> None:
-    for sample in draw(split, 50):  # each has a schema of its own, whose check takes 15 ms
+    for sample in draw(split, 50):  # each has a schema of its own; checking it takes 15 ms
         assert sample.check
         content = sample.messages[-1]["content"]
         assert json.loads(content) == sample.check["json"]["value"]

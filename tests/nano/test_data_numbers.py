@@ -1,4 +1,4 @@
-"""Arithmetic data: the written work is right line by line, and what is reserved never reaches training."""
+"""Arithmetic data: the written work is right line by line, and reserved problems never occur in training."""
 
 import random
 import re
@@ -38,7 +38,7 @@ def prompt(sample: Sample) -> str:
 
 
 def wrong_line(line: str) -> str:
-    """Recompute one line from its own tokens; returns what is wrong with it."""
+    """Recompute one line from its own tokens; returns a description of the error."""
     if m := re.fullmatch(r"(\d)\+(\d)\+(\d)=(\d+) -> (\d+), carry (\d)", line):
         x, y, carry_in, total, done, carry = (int(m[i]) if i != 5 else m[5] for i in range(1, 7))
         right = x + y + carry_in == total and carry == total // 10 and int(done[0]) == total % 10
@@ -143,7 +143,7 @@ def test_order_does_not_unreserve_a_sum_or_a_product() -> None:
 
 
 def family_pattern(family: str) -> re.Pattern[str]:
-    """What any question of this family looks like, in lower case, whatever fills its slots."""
+    """A pattern for any question of this family, in lower case, with any values in its slots."""
     text = re.escape(family.split("|")[-2] if "|" in family else family).lower().rstrip(r"\.?!")
     return re.compile(re.sub(r"\\\{\w\\\}", r"[^?.\\n]{1,40}?", text))
 

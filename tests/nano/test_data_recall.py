@@ -1,4 +1,4 @@
-"""Long prompts: the planted sentence stands where it should, once, and answers the question."""
+"""Long prompts: the planted sentence is in the right place, once, and answers the question."""
 
 import random
 import re
@@ -75,7 +75,7 @@ def count() -> Callable[[str], int]:
 
 
 def test_a_text_has_as_many_tokens_as_were_asked_for(count: Callable[[str], int]) -> None:
-    """And those of its frame beside: facts, question, a line before them; 30 to 165 tokens, whatever the length."""
+    """Plus the tokens of its frame: facts, question, a line before them; 30 to 165 tokens for any length."""
     rng = random.Random(0)
     short, long = (
         [count(recall(rng, "values", characters).messages[0]["content"]) for _ in range(30)]

@@ -29,7 +29,7 @@ def calls(sample: Sample) -> list[Any]:
 
 
 def ordered(schema: dict[str, Any]) -> list[str]:
-    """Parameters as the TypeScript declaration shows them."""
+    """Parameters in the order of the TypeScript declaration."""
     return sorted(schema["properties"], key=lambda name: (name not in schema.get("required", []), name))
 
 
@@ -71,7 +71,7 @@ def test_the_thinking_judges_every_function_and_names_every_parameter(kind: str)
             called = [call["function"]["name"] for call in message["tool_calls"]]
             functions = declared(sample)
             wants, judged = lines[: len(called)], lines[len(called) : len(called) + len(functions)]
-            assert [want.split(": ")[0] for want in wants] == ["Want", *["Also"] * (len(called) - 1)]
+            assert [want.split(": ")[0] for want in wants] == ["PullRequest", *["Also"] * (len(called) - 1)]
             assert [line.split(": ")[0] for line in judged] == list(functions)
             wanted = {want.split(": ")[1] for want in wants}
             for line in judged:
@@ -135,7 +135,8 @@ def test_held_out_topics_nouns_and_wordings_never_reach_training() -> None:
     assert not set(FRAMES) & set(HELD_FRAMES)
     assert not set(TOPICS) & set(HELD_TOPICS)
     held = [about for topic in HELD_TOPICS.values() for about in topic.about]
-    held += [f" {noun} " for noun in HELD_NOUNS if noun not in ("garden", "machine", "garage")]  # rooms and products
+    # these also name rooms and products
+    held += [f" {noun} " for noun in HELD_NOUNS if noun not in ("garden", "machine", "garage")]
     for kind in GENERATORS:
         for sample in draw(kind, "train", 400):
             told = json.dumps([tool["function"].get("description", "") for tool in sample.tools])

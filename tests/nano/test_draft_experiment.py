@@ -1,4 +1,4 @@
-"""The experiment's own arithmetic: what is counted, what is split and drawn, what another machine begins with."""
+"""The experiment's own arithmetic: counts, splits, random draws, and the starting state on another machine."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_an_answer_counts_its_rounds_and_those_of_a_perfect_drafter() -> None:
     answer = Spoken("a", "code", tuple(range(13)), 5, "stop", rounds, 3)
     found = counted(answer)
     assert (found.rounds, found.tokens) == (3, 7)
-    assert (found.best_rounds, found.best_tokens) == (2, 8)  # 1 of the prompt's, then 4 and 3 and the stop's bonus
+    assert (found.best_rounds, found.best_tokens) == (2, 8)  # 1 from the prompt, then 4 and 3 and the bonus of the stop
     other = counted(answer._replace(tokens=(*range(12), 99)))
     assert other.digest != found.digest
 
@@ -59,7 +59,7 @@ def test_base_and_pool_share_no_prompt_and_hold_as_much_of_every_domain(
     )
     pack(examples, setup.train, setup.packed)
     own = read_examples(setup.corpus("own")).examples
-    most = 12_000  # prompts hold text of this Python's own: answered ones take 4,700 to 10,600, and own text 9,300
+    most = 12_000  # prompts contain text of this Python's own: answered ones take 4,700 to 10,600, and own text 9,300
     monkeypatch.setattr("nano.draft_experiment.BASE_TOKENS", most)
     split(setup)
     base, pool = (read_examples(setup.corpus(name)).examples for name in ("base", "pool"))

@@ -26,7 +26,7 @@ def made(out: Path, *options: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nano.draft_prompts.WAVE", 4)  # or far more is made than is asked for
+        patch.setattr("nano.draft_prompts.WAVE", 4)  # otherwise far more prompts are made than requested
         yield tmp_path_factory.mktemp("prompts")
 
 
@@ -42,7 +42,7 @@ def test_domains_are_equal_in_answer_tokens_wherever_the_file_is_cut(
     printed = [line.split() for line in capsys.readouterr().out.splitlines()[:-1]]
     tokens = {words[0]: int(words[5].replace(",", "")) for words in printed}
     assert set(tokens) == set(DOMAINS)
-    assert max(tokens.values()) - min(tokens.values()) < 1_500  # the longest answer, about
+    assert max(tokens.values()) - min(tokens.values()) < 1_500  # about the longest answer
     assert (folder / "half.jsonl").read_text() == "".join(
         line + "\n" for line in (folder / "train.jsonl").read_text().splitlines()[: len(train) // 2]
     )
@@ -70,7 +70,7 @@ def test_a_prompt_is_what_the_model_was_trained_to_answer(domain: str) -> None:
 
 
 def conversation(line: dict[str, Any]) -> Conversation:
-    """As a server reads the line."""
+    """The conversation that a server reads from the line."""
     messages = tuple(_message(message, thought=True) for message in line["messages"])
     return Conversation(messages, tuple(map(_tool, line["tools"])), line["thinking"])
 

@@ -40,7 +40,7 @@ def test_the_corpus_comes_back_as_it_was(prompts: Path, tmp_path: Path) -> None:
     corpus: list[Example] = []
     for number, line in enumerate(read_prompts(prompts).prompts):
         ids = encode(conversation(line), tokenizer)
-        answer = tuple(range(number, 2 * number))  # the first prompt has none
+        answer = tuple(range(number, 2 * number))  # the answer to the first prompt is empty
         finish = "length" if number % 3 == 0 else "stop"
         corpus.append(
             Example(
@@ -79,7 +79,7 @@ def test_jobs_run_in_their_slots_and_a_second_time_only_those_that_failed(tmp_pa
 def test_a_job_is_told_when_time_is_up_and_those_behind_it_wait_for_the_next_run(
     tmp_path: Path, disposition: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where SIGINT is ignored, as in a job that a script starts in the background."""
+    """Also if SIGINT is ignored, as in a job that a script starts in the background."""
     before = signal.signal(signal.SIGINT, disposition)
     try:
         _check_that_a_job_is_told(tmp_path, monkeypatch)
@@ -102,7 +102,7 @@ except KeyboardInterrupt:
 
     class Process(subprocess.Popen[bytes]):
         def wait(self, timeout: float | None = None) -> int:
-            """The time until the end is over once the job has begun."""
+            """The time limit expires once the job has begun."""
             if timeout == 3:
                 until(lambda: "begun\n" in log.read_text())
                 clock.advance(3)

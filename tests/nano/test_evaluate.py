@@ -1,4 +1,4 @@
-"""What a run's own evaluation refuses to tell."""
+"""Errors of a run's own evaluation."""
 
 from pathlib import Path
 from typing import Any, cast

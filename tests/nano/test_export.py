@@ -1,4 +1,4 @@
-"""Exported weights are, bit for bit, what the training graph computed with."""
+"""Exported weights equal, bit for bit, those of the training graph."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The hand-written set is well formed, its functions can be written, and no generator says its prompts."""
+"""The hand-written set is well formed, its functions can be written, and no generator produces its prompts."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The training graph: the same model as transformers', whatever the packing; exact gradients; cached decoding."""
+"""The training graph: the same model as transformers', for any packing; exact gradients; cached decoding."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ torch.set_num_threads(1)
 
 
 def random_model(config: K2Config, seed: int = 0) -> tuple[Weights, Tensor]:
-    """Masters with nothing left at zero or one, and a bias that changes choices."""
+    """Masters without a value at exactly zero or one, and a bias that changes the choice of experts."""
     masters = initial_weights(config, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     for w in masters.values():
@@ -46,7 +46,7 @@ def random_model(config: K2Config, seed: int = 0) -> tuple[Weights, Tensor]:
 
 
 def starts_of(*lengths: int) -> Tensor:
-    """Documents of these lengths, one after the other."""
+    """The starts of documents of these lengths, one after the other."""
     return torch.cat([torch.arange(length) == 0 for length in lengths])
 
 
@@ -64,7 +64,7 @@ def test_the_graph_is_transformers_model_on_the_exported_weights(tmp_path: Path,
     masters, bias = random_model(CONFIG)
     export(tmp_path, masters, bias, CONFIG)
     expected = logits(transformers_model(tmp_path), tokens.tolist())
-    # The engine dequantises INT4 in float32; the graph holds the same values rounded to bf16.
+    # The engine dequantises INT4 in float32; the graph has the same values rounded to bf16.
     exact = effective(masters, True, torch.float32) | {name: fake_int4(masters[name]) for name in EXPERTS}
     layout = layout_of(starts_of(96), 96, "each", documents=1)
     x_TD, _ = forward(CONFIG, exact, bias, tokens, layout, Compiled())

@@ -43,7 +43,7 @@ def test_training_gives_the_same_ranks_whatever_the_order_of_texts() -> None:
 
 
 def test_encoding_agrees_with_the_merges_that_were_trained(tokenizer: Tokenizer) -> None:
-    """Every rank is the encoding of its own bytes, or no text could ever reach it."""
+    """Every rank is the encoding of its own bytes; otherwise no text could produce it."""
     for rank in range(256, tokenizer.vocab_size - 256):
         text = tokenizer.token_bytes(rank).decode(errors="ignore")
         if text.encode() == tokenizer.token_bytes(rank):

@@ -29,7 +29,7 @@ SAMPLE = (
 
 
 def texts(seed: int) -> Iterator[str]:
-    """Without control tokens: words of pieces that split expressions care about, and characters of any kind."""
+    """Texts without control tokens: words of pieces that matter to split expressions, and characters of any kind."""
     random_ = random.Random(seed)
     yield from TEXTS
     yield from (f"{word}'{ending}{after}" for word, ending, after in product(
@@ -62,7 +62,7 @@ def ours() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs() -> Any:
-    """As `AutoTokenizer.from_pretrained(folder)` opens it: no code of the folder is there to be trusted."""
+    """Loaded by `AutoTokenizer.from_pretrained(folder)`, without trust_remote_code: the folder contains no code."""
     return AutoTokenizer.from_pretrained(NANO)
 
 
@@ -97,10 +97,10 @@ def test_the_folder_says_what_its_special_tokens_are(ours: Tokenizer, theirs: An
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.special("[BOS]"), ours.special("[EOS]"))
     assert (theirs.pad_token_id, theirs.unk_token_id) == (ours.special("[PAD]"), ours.special("[UNK]"))
     assert theirs.model_max_length == 65_536
-    assert ours.special("<think>") not in theirs.all_special_ids, "it stays in the text, for parsers of reasoning"
+    assert ours.special("<think>") not in theirs.all_special_ids, "it stays in the text, for reasoning parsers"
 
 
-# Any vocabulary, not nano's alone.
+# Any vocabulary, besides that of nano.
 
 
 def both(ranks: list[bytes], tmp_path: Path) -> tuple[Tokenizer, Callable[[str], list[int]]]:
@@ -132,7 +132,7 @@ def test_vocabularies_whose_merges_compete_give_the_same_ids(tmp_path: Path, see
 
 
 def test_text_is_cut_at_the_same_places_whatever_its_characters(tmp_path: Path):
-    """Where every two bytes are a token, ids show each cut."""
+    """If every two bytes are a token, ids show each cut."""
     ours, encode = both(
         [bytes([value]) for value in range(256)] + [bytes(two) for two in product(range(256), repeat=2)], tmp_path
     )

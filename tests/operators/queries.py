@@ -1,4 +1,4 @@
-"""What examples/operators ask Prometheus for, and which series and labels a query reads."""
+"""The Prometheus queries of examples/operators, and the series and labels that each query reads."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 EXAMPLES = Path(__file__).parents[2] / "examples" / "operators"
 
 Labels = Mapping[str, str]
-Series = Mapping[str, Sequence[Labels]]  # name -> the labels of each
+Series = Mapping[str, Sequence[Labels]]  # name -> label sets of its series
 
-OF_THE_SCRAPE = ("job", "instance")  # Prometheus gives these to whatever it reads
+OF_THE_SCRAPE = ("job", "instance")  # labels that Prometheus adds to every series that it scrapes
 JOB = {"job": "redline", "instance": "127.0.0.1:8000"}
 
 TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|\[[^\]]*\]|[A-Za-z_:][\w:]*|\d[\d.]*|=~|!~|[=!<>]=|.""")
@@ -23,7 +23,7 @@ OPERATORS = {"and", "or", "unless", "bool", "offset"}
 
 
 class Asked(NamedTuple):
-    """A query of a panel or of an alert. told: the labels that its legend or its annotations name."""
+    """A query of a panel or of an alert, with the labels that its legend or its annotations use."""
 
     where: str
     query: str
@@ -31,21 +31,21 @@ class Asked(NamedTuple):
 
 
 class Selector(NamedTuple):
-    """A metric's name, and what its labels must be: (label, operator, value)."""
+    """A metric's name, and the conditions on its labels: (label, operator, value)."""
 
     name: str
     matchers: tuple[tuple[str, str, str], ...]
 
 
 class Read(NamedTuple):
-    """What a query reads. groups: labels that it adds up by, each with the metric that must have it."""
+    """The series that a query reads. groups: labels that it sums by, each with the metric that must have it."""
 
     selectors: tuple[Selector, ...]
     groups: frozenset[tuple[str, str]]
 
 
 def panels() -> list[dict[str, Any]]:
-    """The dashboard's panels but for headings."""
+    """The dashboard's panels, except headings."""
     return [one for one in json.loads((EXAMPLES / "grafana.json").read_text())["panels"] if one["type"] != "row"]
 
 
@@ -71,7 +71,7 @@ def asked() -> Iterator[Asked]:
 
 
 def series(exposed: str) -> Series:
-    """What a scrape of /metrics gives, and `up`, which Prometheus adds."""
+    """The series of a scrape of /metrics, and `up`, which Prometheus adds."""
     found: dict[str, list[Labels]] = {"up": [JOB]}
     for family in text_string_to_metric_families(exposed):
         for sample in family.samples:
@@ -80,7 +80,7 @@ def series(exposed: str) -> Series:
 
 
 def wrong(one: Asked, given: Series) -> list[str]:
-    """What a query asks for that no series of `given` has: a line for each."""
+    """The parts of a query that no series of `given` matches: a line for each."""
     read = reads(one.query)
     found: list[str] = []
     for name, matchers in read.selectors:
@@ -98,7 +98,7 @@ def wrong(one: Asked, given: Series) -> list[str]:
 
 
 def _holds(labels: Labels, label: str, operator: str, value: str) -> bool:
-    """As Prometheus matches; a label that is not there is a mistake of ours, and matches nothing."""
+    """Matching as in Prometheus, except that a missing label matches nothing, since it is a mistake of the example."""
     if label not in labels:
         return False
     if value == "$instance":
@@ -108,9 +108,9 @@ def _holds(labels: Labels, label: str, operator: str, value: str) -> bool:
 
 
 def reads(query: str) -> Read:
-    """The metrics of PromQL and the labels by which they are added up. Wants `sum by (label)(...)`, in this order.
+    """The metrics of a PromQL query and the labels that it sums by. Expects `sum by (label)(...)`, in this order.
 
-    Raises AssertionError for what it does not know.
+    Raises AssertionError for unsupported syntax.
     """
     tokens = [token for token in TOKEN.findall(query) if not token.isspace()]
     selectors: list[Selector] = []
@@ -120,7 +120,7 @@ def reads(query: str) -> Read:
         token, after = tokens[at], tokens[at + 1] if at + 1 < len(tokens) else ""
         at += 1
         if token in GROUPING:
-            assert token == "by", f"{token}: unknown here"
+            assert token == "by", f"{token}: not supported"
             assert (after, tokens[at - 2] == ")") == ("(", False), "write sum by (label)(...)"
             end = tokens.index(")", at)
             names = [name for name in tokens[at + 1 : end] if name != ","]

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of examples/operators ask for what `/metrics` gives, and for nothing else."""
+"""The dashboard and the alerts of examples/operators query only series that `/metrics` has."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ def script(job: Job) -> list[Delta]:
 
 
 async def loaded() -> str:
-    """The text of /metrics of a server that has met everything: an answer, an error, a refusal, drafts, a handoff."""
+    """The text of /metrics after one of each: an answer, an error, a refusal, draft tokens, a KV transfer."""
     names = "running waiting pages_used pages_cached pages_total replayed led preemptions prompt_tokens"
     counters = dict.fromkeys(f"{names} prompt_tokens_cached generation_tokens steps drafts draft_tokens".split(), 8)
     handoffs = (("handed over", 1), ("taken over", 1))
@@ -117,7 +117,7 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do_and_its_test_has_both_sides(
     fired = {sample["labels"] for each in tried["promql_expr_test"] for sample in each["exp_samples"]}
     assert len(fired) == 1
     assert f'alertname="{rule["alert"]}"' in fired.pop()
-    assert [] in [each["exp_samples"] for each in tried["promql_expr_test"]], "not before its time"
+    assert [] in [each["exp_samples"] for each in tried["promql_expr_test"]], "the alert does not fire before its time"
     instances = {re.findall(r'instance="([^"]+)"', one["series"])[0] for one in tried["input_series"]}
     assert "bad" in instances
     assert len(instances) > 1
@@ -131,8 +131,8 @@ def of_image(name: str) -> list[str]:
 
 
 def test_the_image_runs_redline_as_a_user_of_its_own_and_signals_reach_it():
-    assert int(of_image("USER")[-1]) > 0, "a number: an orchestrator cannot tell whether a name is root's"
-    assert json.loads(of_image("ENTRYPOINT")[-1]) == ["redline"], "no shell that would keep SIGTERM to itself"
+    assert int(of_image("USER")[-1]) > 0, "a number: an orchestrator cannot check that a name is not root's"
+    assert json.loads(of_image("ENTRYPOINT")[-1]) == ["redline"], "no shell, which would not pass SIGTERM on"
     verb, _, *flags = json.loads(of_image("CMD")[-1])
     assert verb == "serve"
     assert flags[::2] == ["--host", "--port"]

@@ -1,4 +1,4 @@
-"""The unit for systemd and the manifests for Kubernetes: `redline serve` understands them, and has time to end."""
+"""The unit for systemd and the manifests for Kubernetes: `redline serve` accepts their flags, and has time to end."""
 
 import configparser
 import re
@@ -13,11 +13,11 @@ from tests.operators.queries import EXAMPLES
 from tests.test_house import flags
 from tests_operators.image import instructions
 
-WORKER_END_S = 15  # docs/operators.md
+WORKER_END_S = 15  # docs/guides/operate.md
 
 
 def served(words: list[str]) -> None:
-    """`redline serve` has each flag."""
+    """Check that `redline serve` has each flag."""
     verb, deployment, *rest = words
     assert (verb, deployment) == ("serve", "/etc/redline/deployment.toml")
     assert {word for word in rest if word.startswith("--")} <= flags()["serve"]
@@ -31,11 +31,11 @@ def test_the_unit_runs_redline_and_waits_for_its_end():
     program, *words = service["ExecStart"].split()
     assert Path(program).name == "redline"
     served(words)
-    example = (EXAMPLES.parents[1] / "docs" / "operators.md").read_text()
+    example = (EXAMPLES.parents[1] / "docs" / "guides" / "operate.md").read_text()
     drain = re.search(r"^    drain_s = (\d+)$", example, re.MULTILINE)
     assert drain is not None
     assert int(service["TimeoutStopSec"]) > int(drain[1]) + WORKER_END_S
-    assert service["KillMode"] == "mixed", "SIGTERM is for the server alone, which ends its workers"
+    assert service["KillMode"] == "mixed", "SIGTERM is sent to the server only, which ends its workers"
 
 
 @pytest.fixture(scope="module")

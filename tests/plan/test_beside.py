@@ -222,5 +222,5 @@ def test_steps_that_were_timed_are_told_to_the_forecast():
 
 def test_a_bound_is_a_time():
     for wrong in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ConfigError, match=r"step_ms is .*; expected milliseconds"):
+        with pytest.raises(ConfigError, match=r"step_ms is .*; expected a time in milliseconds"):
             PlanConfig(step_ms=wrong)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from redline.wire.handoff import Handed
+from redline.wire.handoff import PrefillDone
 from redline.wire.job import Grammar, JobId
 from tests.fakes import World, make_job
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_came_from_another_worker_waits_for_its_grammar_and_not_fo
     for name in ("slow", "fast"):
         planner.expect(make_job(name, prompt(1), max_tokens=4, grammar=Grammar(text=name)))
         assert planner.open(JobId(name)) is not None
-        planner.land(Handed(job=JobId(name), tokens=(5,)))
+        planner.land(PrefillDone(job=JobId(name), tokens=(5,)))
     assert compiler.asked[:2] == ["slow", "fast"], "compilation must start when the jobs are announced"
     step = planner.next_step()
     assert step is not None

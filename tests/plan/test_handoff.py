@@ -10,7 +10,7 @@ import torch
 from redline.plan.planner import PlanConfig, Planner
 from redline.transport.memory import Disturbance, MemoryTransport
 from redline.wire.delta import Delta
-from redline.wire.handoff import Handed
+from redline.wire.handoff import PrefillDone
 from redline.wire.job import Abort, Job, JobId, PagesFrom
 from redline.wire.step import RowResult, StepResult
 from tests.fakes import hash_page, make_job
@@ -57,7 +57,7 @@ def test_the_order_holds_where_a_landed_job_begins_while_another_has_lost_its_pa
     for _ in range(240):
         told += sum(len(delta.tokens) for delta in step_of(planner) or ())
     assert planner.load().preemptions == 1, "the running job must lose its pages to the expected one"
-    planner.land(Handed(job=JobId("lands"), tokens=(5,)))
+    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 400 - 1 - told}
     assert planner.idle
     assert planner.load().pages_used == 0
@@ -73,7 +73,7 @@ def test_one_that_lost_its_pages_runs_again_before_a_landed_job_that_began_after
     for _ in range(100):
         step_of(planner)
     assert planner.starved, "the running job was not pre-empted"
-    planner.land(Handed(job=JobId("lands"), tokens=(5,)))
+    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     step_of(planner)
     planner.abort(JobId("leaves"))
     step_of(planner)
@@ -91,7 +91,7 @@ def test_a_landed_job_for_whose_next_token_there_is_no_page_waits_for_one() -> N
     for _ in range(100):
         step_of(planner)
     assert planner.load().pages_used == 5, "no page may be left"
-    planner.land(Handed(job=JobId("lands"), tokens=(5,)))
+    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 149}
     assert planner.idle
 

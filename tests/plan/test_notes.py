@@ -8,7 +8,7 @@ from redline.plan.planner import PlanConfig, Planner
 from redline.tune.costs import StepCosts
 from redline.wire.codec import decode, encode
 from redline.wire.delta import Brought, Delta, Drafted, Note, Preempted, Resumed
-from redline.wire.handoff import Handed
+from redline.wire.handoff import PrefillDone
 from redline.wire.job import JobId, PagesFrom
 from redline.wire.step import RowResult, StepResult
 from tests.fakes import Story, World, hash_page, make_job
@@ -117,5 +117,5 @@ def test_what_was_noted_where_a_prompt_was_computed_comes_with_its_first_token()
     job = make_job("lands", prompt(60), max_tokens=4)
     planner.expect(msgspec.structs.replace(job, pages_from=PagesFrom(worker="p", epoch=1, inbox="p")))
     planner.open(job.id)
-    (delta,) = planner.land(Handed(job=JobId("lands"), tokens=(5,), noted=(READ,)))
+    (delta,) = planner.land(PrefillDone(job=JobId("lands"), tokens=(5,), noted=(READ,)))
     assert delta.noted == (READ,)

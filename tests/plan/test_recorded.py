@@ -7,7 +7,7 @@ import pytest
 
 from redline.plan.recorded import RecordedShapes
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Recorded, Shape, Step
+from redline.wire.step import CapturedShapes, Shape, Step
 from tests.fakes import World
 
 KEPT = Shape(1, 1, 4096), Shape(1, 1, 512), Shape(8, 1, 4096), Shape(8, 1, 512), Shape(2, 4, 4096), Shape(8, 4, 4096)
@@ -29,7 +29,7 @@ KEPT = Shape(1, 1, 4096), Shape(1, 1, 512), Shape(8, 1, 4096), Shape(8, 1, 512),
 )
 def test_the_cheapest_that_holds_a_step(rows: int, positions: int, longest: int, named: tuple[int, int, int] | None):
     for kept in itertools.permutations(KEPT, len(KEPT)):
-        shapes = RecordedShapes(Recorded(shapes=kept))
+        shapes = RecordedShapes(CapturedShapes(shapes=kept))
         chosen = shapes.choose(rows, positions, longest)
         assert chosen == (None if named is None else Shape(*named))
 
@@ -40,7 +40,7 @@ def test_only_what_every_rank_has_reported_is_named():
     for _ in range(60):
         rank = pick.randrange(3)
         told[rank] ^= {pick.choice(KEPT)}
-        shapes.report(Recorded(rank=rank, shapes=tuple(told[rank])))
+        shapes.report(CapturedShapes(rank=rank, shapes=tuple(told[rank])))
         everywhere = set.intersection(*told.values())
         named = {shapes.choose(rows, positions, 512) for rows in (1, 2, 8) for positions in (1, 4)}
         assert named - {None} <= everywhere
@@ -48,7 +48,7 @@ def test_only_what_every_rank_has_reported_is_named():
 
 
 def test_drafts_are_as_many_as_the_shapes_for_so_many_rows_hold():
-    shapes = RecordedShapes(Recorded(shapes=(Shape(8, 8, 512), Shape(64, 1, 512), Shape(64, 4, 512))))
+    shapes = RecordedShapes(CapturedShapes(shapes=(Shape(8, 8, 512), Shape(64, 1, 512), Shape(64, 4, 512))))
     assert [shapes.drafts(rows) for rows in (1, 8, 9, 64)] == [7, 7, 3, 3]
     assert shapes.drafts(65) == PAGE_TOKENS, "an eager step takes any number of drafts"
     assert RecordedShapes().drafts(1) == PAGE_TOKENS
@@ -76,7 +76,7 @@ def test_what_is_recorded_late_is_named_from_then_on():
     named: list[Shape | None] = []
     for turn in range(150):
         if turn == 50:
-            world.runner.recorded = Recorded(shapes=(Shape(1, 1, 4096), Shape(1, 1, 128)))
+            world.runner.recorded = CapturedShapes(shapes=(Shape(1, 1, 4096), Shape(1, 1, 128)))
             world.planner.report(world.runner.recorded)
         step = world.plan()
         assert step is not None

@@ -460,7 +460,7 @@ def test_a_weight_beyond_its_bound_is_named_and_the_exit_code_is_one(tmp_path: P
 
 
 def test_kimi_nano_in_nvfp4_is_near_its_teacher_in_both_layouts(tmp_path: Path):
-    """The reduced set of eight texts. `docs/quant.md` has the result for the whole set."""
+    """The reduced set of eight texts. `docs/benchmarks.md` has the result for the whole set."""
     nano, found = Path(__file__).parents[2] / "models" / "kimi-nano", list[Audit]()
     prompts = [
         json.loads(line)["messages"][0]["content"] for line in (nano / "eval" / "hand.jsonl").read_text().splitlines()

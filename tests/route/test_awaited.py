@@ -3,7 +3,7 @@
 import pytest
 
 from redline.chat.hashing import make_job
-from redline.route.links import Link, Links, Route
+from redline.route.links import Route, WorkerHandle, WorkerRegistry
 from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import Job, JobId, Sampling
@@ -18,11 +18,11 @@ def job(number: int) -> Job:
 
 
 @pytest.fixture
-def links() -> Links:
+def links() -> WorkerRegistry:
     """One prefill worker and one decode worker. A prompt takes a second, an answer of 20 tokens 0.2 s."""
-    found = Links(lambda: 0.0)
+    found = WorkerRegistry(lambda: 0.0)
     for name, role in (("p", "prefill"), ("d", "decode")):
-        link = Link(name, MemoryChannel(), role)  # type: ignore[arg-type]
+        link = WorkerHandle(name, MemoryChannel(), role)  # type: ignore[arg-type]
         found.join(link)
         assert found.speaks(link, READY) is None
     for _ in range(9):
@@ -39,7 +39,7 @@ def load(used: int, total: int) -> Load:
     )  # fmt: skip
 
 
-def sent(links: Links, number: int) -> tuple[Route, Job]:
+def sent(links: WorkerRegistry, number: int) -> tuple[Route, Job]:
     one = job(number)
     route = links.route(one)
     assert route is not None
@@ -47,7 +47,7 @@ def sent(links: Links, number: int) -> tuple[Route, Job]:
     return route, one
 
 
-def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_written(links: Links) -> None:
+def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_written(links: WorkerRegistry) -> None:
     p, d = links
     first, one = sent(links, 1)
     assert first.prefill is p
@@ -62,7 +62,7 @@ def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_w
     assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1
 
 
-def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> None:
+def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: WorkerRegistry) -> None:
     p, d = links
     route, _ = sent(links, 1)
     for number in range(2, 41):
@@ -73,11 +73,11 @@ def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> 
     )
 
 
-def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(links: Links) -> None:
+def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(links: WorkerRegistry) -> None:
     """A prompt of 2,000 tokens has 32 pages."""
     p, d = links
 
-    def computed_by(p_used: int, d_used: int) -> Link | None:
+    def computed_by(p_used: int, d_used: int) -> WorkerHandle | None:
         for link, used in ((p, p_used), (d, d_used)):
             links.loaded(link, load(used, 48))
         route = links.route(job(9))

@@ -1,6 +1,6 @@
 """Recent requests: which are kept, for how long, and the reported lengths of answers that have not ended."""
 
-from redline.route.lately import KNOWN, MOST, Lately, Length
+from redline.route.lately import KNOWN, MOST, Length, RequestHistory
 
 
 class Clock:
@@ -14,7 +14,7 @@ class Clock:
 
 
 def test_an_answer_that_has_not_ended_becomes_as_long_as_those_of_its_class_that_have() -> None:
-    lately = Lately(Clock())
+    lately = RequestHistory(Clock())
     lately.remember()
     for of, output in (("chat", 10), ("chat", 30), ("batch", 500)):
         came = lately.came(of, 64)
@@ -36,7 +36,7 @@ def test_where_no_answer_of_the_window_has_ended_those_before_it_say_how_long_th
     than an answer that is still running.
     """
     clock = Clock()
-    lately = Lately(clock)
+    lately = RequestHistory(clock)
     lately.remember()
     for output in (10, 20, 200, 400):
         came = lately.came("chat", 64)
@@ -48,7 +48,7 @@ def test_where_no_answer_of_the_window_has_ended_those_before_it_say_how_long_th
 
 
 def test_the_newest_that_ended_say_how_long_answers_become() -> None:
-    lately = Lately(Clock())
+    lately = RequestHistory(Clock())
     lately.remember()
     for output in [1000] * KNOWN + [50] * KNOWN:
         came = lately.came("chat", 64)
@@ -58,7 +58,7 @@ def test_the_newest_that_ended_say_how_long_answers_become() -> None:
 
 
 def test_more_cached_than_the_prompt_has_is_the_prompt() -> None:
-    lately = Lately(Clock())
+    lately = RequestHistory(Clock())
     lately.remember()
     lately.came("", 10).cached = 64
     assert lately.lengths(60) == [Length(10, 0, 0, "")]
@@ -66,7 +66,7 @@ def test_more_cached_than_the_prompt_has_is_the_prompt() -> None:
 
 def test_what_came_before_the_window_does_not_count() -> None:
     clock = Clock()
-    lately = Lately(clock)
+    lately = RequestHistory(clock)
     lately.remember()
     assert lately.rate(60) == 0
     for _ in range(30):
@@ -80,7 +80,7 @@ def test_what_came_before_the_window_does_not_count() -> None:
 
 def test_where_more_came_than_is_remembered_the_rate_is_of_those_that_are() -> None:
     clock = Clock()
-    lately = Lately(clock)
+    lately = RequestHistory(clock)
     lately.remember()
     for _ in range(2 * MOST):
         lately.came("", 10)
@@ -90,7 +90,7 @@ def test_where_more_came_than_is_remembered_the_rate_is_of_those_that_are() -> N
 
 def test_nothing_is_remembered_before_somebody_plans_by_it() -> None:
     clock = Clock()
-    lately = Lately(clock)
+    lately = RequestHistory(clock)
     lately.came("default", 10).ended = True
     assert not lately.lengths(60.0)
     lately.remember()
@@ -99,7 +99,7 @@ def test_nothing_is_remembered_before_somebody_plans_by_it() -> None:
 
 
 def test_of_what_is_under_way_what_is_left_is_told() -> None:
-    lately = Lately(Clock())
+    lately = RequestHistory(Clock())
     lately.remember()
     ended = lately.came("chat", 64)
     ended.output, ended.ended = 100, True

@@ -3,7 +3,7 @@
 import pytest
 
 from redline.route.pace import Pace
-from redline.route.resume import Beside, goes_on
+from redline.route.resume import ConcurrentAnswer, goes_on
 from redline.tune.steps import StepModel
 from redline.wire.delta import Preempted
 from redline.wire.job import JobId
@@ -25,7 +25,7 @@ def test_where_there_are_pages_it_only_computes_again() -> None:
 
 
 def test_it_waits_for_as_many_answers_to_end_as_hold_what_it_wants() -> None:
-    soon, later = Beside(4, 90, 100, ""), Beside(4, 10, 100, "")
+    soon, later = ConcurrentAnswer(4, 90, 100, ""), ConcurrentAnswer(4, 10, 100, "")
     pace = paced()
     assert goes_on(lost(5), [later, soon], pace).wait_s == pytest.approx(0.1), "that answer has at most 10 tokens left"
     assert goes_on(lost(6), [later, soon], pace).wait_s == pytest.approx(0.5), "the mean time of an answer"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from redline.route.links import MOVE_S, Link, Links
+from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.route.roles import is_done, refusal
 from redline.wire.codec import Wire
 from redline.wire.job import Job, JobId, PageHash, Sampling
-from redline.wire.news import Beat, Ready, Role, TakeRole
+from redline.wire.news import Heartbeat, Ready, Role, TakeRole
 
 
 class Told:
@@ -24,14 +24,14 @@ class Fleet:
 
     def __init__(self, *roles: Role, area: bytes = b"here") -> None:
         self.now = 0.0
-        self.links = Links(lambda: self.now)
-        self.of: list[Link] = []
+        self.links = WorkerRegistry(lambda: self.now)
+        self.of: list[WorkerHandle] = []
         ready = Ready(max_model_len=64, pages=9, fingerprint="tiny", summary="", area=area, format="rows")
         for name, role in zip("abcd", roles, strict=False):
-            link = Link(name, Told(), role)
+            link = WorkerHandle(name, Told(), role)
             self.links.join(link)
             assert self.links.speaks(link, ready) is None
-            link.heard(Beat(), self.now)
+            link.heard(Heartbeat(), self.now)
             self.of.append(link)
 
 
@@ -72,7 +72,7 @@ def test_others_that_answer_no_more_do_not_count(why: str) -> None:
     a, b = fleet.of
     if why == "silent":
         fleet.now = MOVE_S + 0.1
-        a.heard(Beat(), fleet.now)
+        a.heard(Heartbeat(), fleet.now)
     elif why == "lost":
         fleet.links.lose(b, "gone")
     else:
@@ -119,5 +119,5 @@ def test_a_silent_worker_for_prompts_is_found_since_answers_may_be_left_there() 
     fleet = Fleet("decode", "prefill")
     a, b = fleet.of
     fleet.now = MOVE_S + 0.1
-    a.heard(Beat(), fleet.now)
+    a.heard(Heartbeat(), fleet.now)
     assert fleet.links.fallen_silent() == [b]

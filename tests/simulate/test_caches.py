@@ -1,4 +1,4 @@
-"""Who has which blocks of a trace: held against a plain list for each worker."""
+"""Cached blocks of each worker on a trace, compared with a plain list for each worker."""
 
 import random
 

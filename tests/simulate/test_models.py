@@ -1,4 +1,4 @@
-"""The worker that is known by name is what measured and predicted numbers say; a file of one's own is read."""
+"""The named worker model equals the measured and predicted numbers; a user's own file is read."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
 from redline.simulate.models import KIMI_8_H200, worker_model
 from redline.tune.pairs import Work
-from redline.tune.steps import StepFit
+from redline.tune.steps import StepTimeFit
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers
@@ -20,7 +20,7 @@ RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers
 
 def test_a_step_of_answers_takes_what_is_predicted_for_eight_h200s():
     machines = Machines(KIMI_K26, machine("8 x H200"))
-    fit = StepFit(experts_of=KIMI_K26.n_routed_experts, experts_chosen=KIMI_K26.num_experts_per_tok)
+    fit = StepTimeFit(experts_of=KIMI_K26.n_routed_experts, experts_chosen=KIMI_K26.num_experts_per_tok)
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         for context in (1024, 4096, 16384, 32768):
             ms = machines.step(rows, 1, context).ms
@@ -50,13 +50,13 @@ def test_a_worker_of_ones_own_is_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"name": "x"}', "is no worker: .*steps"),
+        ('{"name": "x"}', "not a worker model: .*steps"),
         (
             '{"name": "\udcff", "steps": {"base": 1}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}',
-            "is no worker: .*(?i:utf-8)",
+            "not a worker model: .*(?i:utf-8)",
         ),
         ('{"name": "x", "steps": {"base": 1, "speed": 2}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}', "speed"),
-        ('{"name": "x", "steps": {"base": 0}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}', "`base` is more"),
+        ('{"name": "x", "steps": {"base": 0}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}', "`base` more than 0"),
         ('{"name": "x", "steps": {"base": 1}, "step_tokens": 1, "slots": 0, "kv_tokens": 1}', "`slots` is 0"),
         (
             '{"name": "x", "steps": {"base": 1}, "step_tokens": 1, "slots": 1, "kv_tokens": 1, "step_ms": -5}',

@@ -1,4 +1,4 @@
-"""Traces: read, written, made; and what a wrong line is told."""
+"""Traces: reading, writing, generating; and the errors for wrong lines."""
 
 import itertools
 from collections import Counter
@@ -23,7 +23,7 @@ def test_a_line_of_mooncakes_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2: is no request"),
+        ("{", "line 2: not a request"),
         (LINE.replace('"input_length": 6955, ', ""), "line 2: .*input_length"),
         (LINE.replace("6955", "0"), "line 2: `input_length` is 0; give 1"),
         (LINE.replace("27482", "-1"), "line 2: `timestamp` is -1"),
@@ -42,7 +42,7 @@ def test_a_file_that_is_missing_or_empty_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="has no request"):
+    with pytest.raises(ConfigError, match="contains no requests"):
         read(tmp_path / "empty.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""A played worker: beside the same steps taken one by one, and beside the product's own planner."""
+"""A simulated worker, compared with the same steps taken one by one, and with the product's own planner."""
 
 import math
 import random
@@ -17,8 +17,8 @@ from tests.fakes import Story, World
 
 STEPS = StepModel(base=4.0, row=0.3, context=1e-3, prompt=0.05, pair=2e-5, expand=1e-3)
 MODEL = WorkerModel(name="made", steps=STEPS, step_tokens=128, slots=8, kv_tokens=60_000)
-Times = tuple[float, float]  # of a job, seconds: its first token, its last
-Asked = tuple[float, int, int]  # when a job comes, tokens of its prompt and of its answer
+Times = tuple[float, float]  # seconds: a job's first token, its last
+Asked = tuple[float, int, int]  # a job's arrival time, tokens of its prompt and of its answer
 
 
 def played(
@@ -45,19 +45,19 @@ def played(
 
 
 class Known:
-    """A forecast that is right."""
+    """A forecast that is always right."""
 
     known = True
 
     def took(self, work: Work, ms: float) -> None:
-        assert work.rows or work.prompt, f"a step of nothing has taken {ms} ms"
+        assert work.rows or work.prompt, f"a step without work took {ms} ms"
 
     def ms(self, work: Work) -> float:
         return STEPS.step_ms(work)
 
 
 def planned(asked: list[Asked], ttft_s: float | None = None, **config: float) -> list[Times]:
-    """The same by the product's planner, each step as long as the model says."""
+    """The same jobs by the product's planner; each step takes the model's time."""
     pages = MODEL.kv_tokens // PAGE_TOKENS
     config = {"step_tokens": MODEL.step_tokens, "max_running": MODEL.slots, "ahead": 0, **config}
     world = World(
@@ -113,7 +113,7 @@ def some_jobs(count: int, every_s: float, seed: int) -> list[Asked]:
 
 @pytest.mark.parametrize("every_s", [1.0, 0.15, 0.05])
 def test_times_are_those_of_the_products_planner(every_s: float):
-    """From hardly anything to more than it can do. What differs: how often one may be passed over."""
+    """From hardly any load to more than the capacity. The two differ in how often a job may be passed over."""
     asked = some_jobs(40, every_s, seed=5)
     ours, theirs = played(asked)[0], planned(asked)
     for place, most_off in ((0, 0.05), (1, 0.02)):
@@ -144,7 +144,7 @@ def test_prompts_wait_for_a_slot_while_answers_alone_take_longer_than_a_bound() 
 
 
 def test_gaps_that_are_longer_than_a_bound_are_counted_for_each_answer():
-    """Alone 20 tokens come after steps of 4.3 ms and 1 us for each token of context; a prompt beside them is slow."""
+    """Without a prompt 20 tokens take steps of 4.3 ms plus 1 us per token of context; a prompt slows a step down."""
     asked = [(0.0, 10, 20), (0.03, 100, 1)]
     jobs, worker = [], Worker(0, MODEL, "both", Counter(), 6e-3)
     for index, (at, prompt, output) in enumerate(asked):
@@ -187,7 +187,9 @@ def test_who_finds_no_slot_waits_and_everything_is_given_back():
     asked = [(0.0, 50, 30)] * 20
     times, worker = played(asked)
     firsts = sorted(first for first, _ in times)
-    assert firsts[8] >= min(last for _, last in times), "the ninth of eight slots began before anybody had ended"
+    assert firsts[8] >= min(last for _, last in times), (
+        "the ninth job for eight slots began before another one had ended"
+    )
     worker.check()
     assert worker.rows == 0
 

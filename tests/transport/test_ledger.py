@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from redline.kernels.cpu.checksum import of_memory
-from redline.transport.ledger import ALIGNED, Lender, Parcel
+from redline.transport.ledger import ALIGNED, KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
 from redline.wire.parcel import Ticket, seed_of
 from tests.clocks import FakeClock
@@ -27,17 +27,17 @@ class Book(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.lender = Lender(AREA, lambda: self.now, first_epoch=100)
-        self.owner: dict[int, Parcel] = {}  # unit of ALIGNED bytes -> the parcel that holds it
+        self.lender = TransferBufferPool(AREA, lambda: self.now, first_epoch=100)
+        self.owner: dict[int, KvChunk] = {}  # unit of ALIGNED bytes -> the parcel that holds it
         self.filled: set[int] = set()  # epochs of parcels that have been offered
         self.lost: set[int] = set()  # epochs of parcels that will not be read
         self.epochs: set[int] = set()
 
-    def units(self, parcel: Parcel) -> range:
+    def units(self, parcel: KvChunk) -> range:
         assert parcel.offset % ALIGNED == 0
         return range(parcel.offset // ALIGNED, -(-(parcel.offset + parcel.size) // ALIGNED))
 
-    def returned(self, parcel: Parcel) -> None:
+    def returned(self, parcel: KvChunk) -> None:
         for unit in self.units(parcel):
             assert self.owner.pop(unit) == parcel
 
@@ -65,7 +65,7 @@ class Book(RuleBasedStateMachine):
         return parcel
 
     @rule(target=tickets, parcel=consumes(filling), checksum=st.integers(0, 2**64 - 1))
-    def offer(self, parcel: Parcel, checksum: int):
+    def offer(self, parcel: KvChunk, checksum: int):
         ticket = self.lender.offer(parcel, checksum)
         if parcel.epoch in self.lost:
             assert ticket is None
@@ -80,14 +80,14 @@ class Book(RuleBasedStateMachine):
         return parcel
 
     @rule(parcel=consumes(filling))
-    def drop(self, parcel: Parcel):
+    def drop(self, parcel: KvChunk):
         self.lender.drop(parcel)
         self.returned(parcel)
         with pytest.raises(KeyError):
             self.lender.drop(parcel)
 
     @rule(parcel=tickets)
-    def taken(self, parcel: Parcel):
+    def taken(self, parcel: KvChunk):
         lives = parcel.epoch in self.filled
         assert self.lender.taken(parcel.id, parcel.epoch) == lives
         if lives:
@@ -95,16 +95,16 @@ class Book(RuleBasedStateMachine):
             self.returned(parcel)
 
     @rule(parcel=filling)
-    def taken_before_it_is_offered(self, parcel: Parcel):
+    def taken_before_it_is_offered(self, parcel: KvChunk):
         assert not self.lender.taken(parcel.id, parcel.epoch)
 
     @rule(parcel=tickets, off=st.integers(-3, 3).filter(bool))
-    def taken_with_words_of_another(self, parcel: Parcel, off: int):
+    def taken_with_words_of_another(self, parcel: KvChunk, off: int):
         other = {one.epoch: one for one in self.owner.values()}.get(parcel.epoch + off)
         if other is None or other.id != parcel.id:
             assert not self.lender.taken(parcel.id, parcel.epoch + off)
 
-    def lose(self, lost: list[Parcel], expected: set[int]):
+    def lose(self, lost: list[KvChunk], expected: set[int]):
         assert {parcel.epoch for parcel in lost} == expected
         for parcel in lost:
             if parcel.epoch in self.filled:
@@ -135,7 +135,7 @@ TestBook = Book.TestCase
 
 
 def test_a_space_that_is_filled_comes_back_only_when_that_has_stopped():
-    lender = Lender(1024, lambda: 0.0)
+    lender = TransferBufferPool(1024, lambda: 0.0)
     parcel = lender.lend(1024, "decode", 1.0)
     assert parcel is not None
     assert lender.expire(2.0) == [parcel]
@@ -145,7 +145,7 @@ def test_a_space_that_is_filled_comes_back_only_when_that_has_stopped():
 
 
 def test_a_parcel_that_never_fits_is_an_error_and_one_that_does_not_fit_now_is_none():
-    lender = Lender(1000, lambda: 0.0)
+    lender = TransferBufferPool(1000, lambda: 0.0)
     assert lender.size == 768
     for size in (0, -1, 769):
         with pytest.raises(ValueError, match="a parcel of"):
@@ -156,7 +156,7 @@ def test_a_parcel_that_never_fits_is_an_error_and_one_that_does_not_fit_now_is_n
 
 def test_no_two_lenders_have_an_epoch_in_common_though_the_clock_stands_still():
     def some() -> range:
-        lender = Lender(256 * 1000)
+        lender = TransferBufferPool(256 * 1000)
         epochs = [parcel.epoch for _ in range(1000) if (parcel := lender.lend(1, "a", 1.0)) is not None]
         assert epochs == list(range(epochs[0], epochs[0] + 1000))
         assert epochs[-1] < 2**63, "epochs must fit into 64-bit message fields"
@@ -172,8 +172,8 @@ def test_two_parcels_have_two_seeds():
 
 
 def test_the_proof_finds_a_book_that_is_wrong():
-    def spoilt(spoil: str) -> Lender:
-        lender = Lender(2048, lambda: 0.0)
+    def spoilt(spoil: str) -> TransferBufferPool:
+        lender = TransferBufferPool(2048, lambda: 0.0)
         parcels = [lender.lend(512, "a", 1.0) for _ in range(3)]
         assert parcels[1] is not None
         lender.drop(parcels[1])
@@ -196,7 +196,7 @@ def test_the_proof_finds_a_book_that_is_wrong():
 
 def test_a_late_reader_is_told_by_its_checksum_or_has_what_it_was_promised():
     """A region is reused while an old ticket for it is still in use."""
-    lender, memory = Lender(1024, lambda: 0.0), host_memory(1024)
+    lender, memory = TransferBufferPool(1024, lambda: 0.0), host_memory(1024)
 
     def offered(data: bytes) -> Ticket:
         parcel = lender.lend(len(data), "a", 1.0)

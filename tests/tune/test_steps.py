@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.steps import ADDED, LATELY, UNUSUAL, StepFit, StepModel, StepSums, on_the_mean
+from redline.tune.steps import ADDED, LATELY, UNUSUAL, StepModel, StepTimeFit, StepTimeStats, on_the_mean
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
 TRUE = StepModel(
@@ -40,7 +40,7 @@ def some_steps(count: int, seed: int = 1) -> list[Work]:
 
 def fitted(runs: Mapping[str, Sequence[tuple[Work, float]]], experts_of: int, experts_chosen: int) -> StepModel:
     """The model fitted to the runs named `fit`."""
-    fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
+    fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
     for name, steps in runs.items():
         if name.startswith("fit"):
             for work, ms in steps:
@@ -74,7 +74,7 @@ def test_runs_of_other_lengths_and_loads_are_predicted_within_a_tenth():
 
 
 def test_what_made_the_steps_is_found_again():
-    fit = StepFit(experts_of=384, experts_chosen=8)
+    fit = StepTimeFit(experts_of=384, experts_chosen=8)
     noise = random.Random(2)
     for work in some_steps(600):
         fit.add(work, TRUE.step_ms(work) * noise.uniform(0.97, 1.03))
@@ -84,7 +84,7 @@ def test_what_made_the_steps_is_found_again():
 
 
 def test_a_step_in_ten_that_took_five_times_as_long_changes_little():
-    fit = StepFit(experts_of=384, experts_chosen=8)
+    fit = StepTimeFit(experts_of=384, experts_chosen=8)
     for number, work in enumerate(some_steps(600)):
         fit.add(work, TRUE.step_ms(work) * (5 if number % 10 == 0 else 1))
     model = fit.model()
@@ -93,7 +93,7 @@ def test_a_step_in_ten_that_took_five_times_as_long_changes_little():
 
 
 def test_hours_of_decoding_do_not_forget_what_prompts_take():
-    fit = StepFit(experts_of=384, experts_chosen=8)
+    fit = StepTimeFit(experts_of=384, experts_chosen=8)
     for work in some_steps(300):
         fit.add(work, TRUE.step_ms(work))
     for number in range(20_000):
@@ -105,7 +105,7 @@ def test_hours_of_decoding_do_not_forget_what_prompts_take():
 
 
 def test_no_time_is_learnt_from_a_clock_that_stood_still():
-    fit = StepFit(TRUE)
+    fit = StepTimeFit(TRUE)
     for ms in (0.0, -1.0, float("nan"), float("inf")):
         fit.add(Work(rows=1, context=100), ms)
     assert len(fit) == 0
@@ -113,7 +113,7 @@ def test_no_time_is_learnt_from_a_clock_that_stood_still():
 
 
 def test_what_was_never_measured_stays_as_it_was_believed():
-    fit = StepFit(TRUE)
+    fit = StepTimeFit(TRUE)
     for rows in range(1, 60):
         work = Work(rows=rows, context=1000 * rows)
         fit.add(work, 2 * TRUE.step_ms(work))
@@ -123,7 +123,7 @@ def test_what_was_never_measured_stays_as_it_was_believed():
 
 
 def test_no_coefficient_is_negative():
-    fit = StepFit()
+    fit = StepTimeFit()
     for rows in range(1, 40):
         fit.add(Work(rows=rows, context=100 * rows), 40.0 - rows)
     model = fit.model()
@@ -143,7 +143,7 @@ def test_a_prompts_time_is_that_of_its_steps():
 
 def test_where_one_step_in_five_takes_eight_times_as_long_the_mean_of_many_is_told():
     """As on a shared machine: a fit by relative errors gives the usual time of a step, but an answer takes the sum."""
-    draw, fit, steps = random.Random(5), StepFit(experts_of=384, experts_chosen=8), list[tuple[Work, float]]()
+    draw, fit, steps = random.Random(5), StepTimeFit(experts_of=384, experts_chosen=8), list[tuple[Work, float]]()
     for work in some_steps(3000):
         steps.append((work, TRUE.step_ms(work) * draw.choice((1, 1, 1, 1, 8))))
         fit.add(*steps[-1])
@@ -166,8 +166,8 @@ def test_the_newest_steps_say_how_far_the_mean_is_from_what_is_usual():
     assert on_the_mean(TRUE, slower[:2]) == TRUE
 
 
-def summed(works: list[Work], took: list[float]) -> StepSums:
-    sums = StepSums()
+def summed(works: list[Work], took: list[float]) -> StepTimeStats:
+    sums = StepTimeStats()
     sums.experts_of, sums.experts_chosen = TRUE.experts_of, TRUE.experts_chosen
     for work, ms in zip(works, took, strict=True):
         sums.add(work, ms)
@@ -175,7 +175,7 @@ def summed(works: list[Work], took: list[float]) -> StepSums:
 
 
 def test_sums_find_what_steps_take_and_say_nothing_of_none():
-    assert StepSums().model() is None
+    assert StepTimeStats().model() is None
     draw, works = random.Random(2), some_steps(600, 3)
     found = summed(works, [TRUE.step_ms(work) * draw.uniform(0.95, 1.05) for work in works]).model()
     assert found is not None
@@ -216,7 +216,7 @@ def test_a_step_in_which_kernels_were_compiled_is_no_pace():
 
 
 def test_sums_are_solved_anew_only_once_so_many_steps_have_come():
-    sums, work = StepSums(), Work(rows=1)
+    sums, work = StepTimeStats(), Work(rows=1)
     for place in range(ADDED):
         sums.add(work, 2.0)
         assert sums.model() is not None, place
@@ -231,7 +231,7 @@ def test_sums_are_solved_anew_only_once_so_many_steps_have_come():
 
 
 def test_times_that_are_none_are_left_out_of_sums():
-    sums = StepSums()
+    sums = StepTimeStats()
     for ms in (0.0, -1.0, float("nan"), float("inf")):
         sums.add(Work(rows=1), ms)
     assert sums.model() is None

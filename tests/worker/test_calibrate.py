@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from redline.run.runner import Runner
-from redline.wire.step import Recorded, Shape
+from redline.wire.step import CapturedShapes, Shape
 from redline.worker.calibrate import calibrate
 from redline.worker.config import Learned
 from tests.tiny_model import BOTH, SUFFIX, job, open_engine, prompt, run, run_alone, tiny_model
@@ -50,7 +50,7 @@ def test_what_is_yet_to_be_recorded_is_read_off_what_is(monkeypatch: pytest.Monk
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
     engine = open_engine(tiny_model(), speculation=SUFFIX, max_running=64, pages=64)
     try:
-        engine.runner._captured.report = Recorded(
+        engine.runner._captured.report = CapturedShapes(
             shapes=(*(Shape(r, c, 1024) for r in (1, 4, 16) for c in (1, 8)), DEEP)
         )
         costs = calibrate(engine.runner, draft_tokens=7)

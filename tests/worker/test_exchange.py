@@ -17,7 +17,16 @@ from redline.transport.memory import Disturbance, MemoryTransport
 from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.delta import Brought, Delta, Preempted
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Want
+from redline.wire.handoff import (
+    ChunkReady,
+    Piece,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PullRequest,
+    Queued,
+    WorkerDown,
+)
 from redline.wire.job import Abort, Job, JobId
 from redline.worker import arrivals, departures, exchange
 from redline.worker.parcel_memory import HostParcels
@@ -180,7 +189,7 @@ def test_who_answers_may_end_at_any_time_and_what_was_for_it_comes_back(turns: i
             for _ in range(turns):
                 both.turn()
             both.answers.stopped = True
-            both.computes.box.put(Gone(worker="decode", epoch=1))
+            both.computes.box.put(WorkerDown(worker="decode", epoch=1))
             for _ in range(30):
                 both.turn()
         planner = both.computes.engine.planner
@@ -325,7 +334,7 @@ class Three:
 
     def move(self, one: Job) -> Job:
         """Declare the first worker silent, as a gateway does; -> the job under its new name."""
-        self.computes.box.put(Gone(worker="first", epoch=1))
+        self.computes.box.put(WorkerDown(worker="first", epoch=1))
         self.first.box.put(Abort(job=one.id))
         moved = msgspec.structs.replace(one, id=JobId(f"{one.id}.1"))
         self.send(moved, self.second)
@@ -348,8 +357,8 @@ class Three:
 
 LATE: list[Wire] = [
     Abort(job=JobId("asked")),
-    Want(job=JobId("asked"), first=0, way="memory"),
-    Want(job=JobId("asked"), first=128, way="memory"),
+    PullRequest(job=JobId("asked"), first=0, way="memory"),
+    PullRequest(job=JobId("asked"), first=128, way="memory"),
 ]
 
 
@@ -406,7 +415,7 @@ def test_a_worker_that_was_only_silent_is_told_what_has_been_dropped() -> None:
         with torch.inference_mode():
             both.turn()
             both.turn()
-            both.computes.box.put(Gone(worker="decode", epoch=1))
+            both.computes.box.put(WorkerDown(worker="decode", epoch=1))
             for _ in range(40):
                 both.turn()
                 clock.now += 0.01
@@ -428,11 +437,11 @@ def test_a_prompt_that_is_handed_over_with_a_part_missing_is_computed_here() -> 
             both.turn()
             for _ in range(40):
                 both.computes.turn()
-                kept = [word for word in both.answers.box.take() if not isinstance(word, Offer) or word.number]
+                kept = [word for word in both.answers.box.take() if not isinstance(word, ChunkReady) or word.number]
                 for word in kept:
-                    if isinstance(word, Offer):
+                    if isinstance(word, ChunkReady):
                         both.answers.box.put(msgspec.structs.replace(word, number=word.number - 1))
-                    elif isinstance(word, Handed):
+                    elif isinstance(word, PrefillDone):
                         assert word.parcels > 1
                         both.answers.box.put(msgspec.structs.replace(word, parcels=word.parcels - 1))
                     else:
@@ -457,7 +466,7 @@ def test_a_prompt_that_is_short_once_it_has_begun_long_after_a_silence_is_comput
         both.answers.box.put(msgspec.structs.replace(asked("again"), pages_from=both.computes.as_other))
         with torch.inference_mode():
             both.answers.turn()
-            both.answers.exchange.hear(Begun(job=JobId("again")))
+            both.answers.exchange.hear(PrefillStarted(job=JobId("again")))
             clock.now += exchange.SILENCE_S + 1  # the process was stopped during its step
             both.computes.stopped = True
         answers = both.run()
@@ -508,7 +517,7 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
             both.computes.stopped = True
             both.send(arriving)
             for one in arriving:
-                both.answers.box.put(Begun(job=one.id))
+                both.answers.box.put(PrefillStarted(job=one.id))
             for _ in range(500):
                 both.turn()
             assert both.answers.engine.planner.starved, "the running job was pre-empted, and no job runs"
@@ -722,7 +731,7 @@ def test_a_wish_that_was_lost_is_said_again() -> None:
             while not lost:
                 both.turn()
                 for message in both.computes.box.take():
-                    if isinstance(message, Want):
+                    if isinstance(message, PullRequest):
                         lost.append(message)
                     else:
                         both.computes.box.put(message)

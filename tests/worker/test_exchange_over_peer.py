@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.transport.base import Memory
 from redline.transport.memory import MemoryTransport
@@ -48,7 +48,7 @@ class LateParcels(HostParcels):
     def sum(self, parcel_B: Tensor, seed: int) -> Summed:
         return Summed(self.later(), super().sum(parcel_B, seed).number)
 
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+    def scatter(self, parcels: KvChunkLayout, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
         super().scatter(parcels, piece, pages, from_B)
         return self.later()
 

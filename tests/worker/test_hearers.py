@@ -21,12 +21,12 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Prefill
 from redline.wire.job import Job, JobId, PagesFrom
-from redline.wire.news import Beat, Cached, Knock, Load, Missed, Ready, Stop
+from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Stop
 from redline.wire.replicas import Replica, Replicas
 from redline.wire.step import Step
-from redline.worker.hearers import Hearers
+from redline.worker.hearers import DeltaRouter
 from redline.worker.loop import lead
-from redline.worker.pulse import Heart, Pulse
+from redline.worker.pulse import LoopStatus, LoopWatchdog
 from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S, until
@@ -75,8 +75,8 @@ class Worker:
         self.channels = {name: MemoryChannel() for name in ("", "a", "b")}
         self.told: defaultdict[str, list[Wire]] = defaultdict(list)
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
-        self.pulse = Pulse()
-        hearers = Hearers(self.channels[""], lambda address: self.channels[address])
+        self.pulse = LoopStatus()
+        hearers = DeltaRouter(self.channels[""], lambda address: self.channels[address])
         hearers.put(READY)
         arguments = [self.planner, runner, self.inbox, hearers, trace, self.pulse, exchange]
         self.thread = threading.Thread(target=lead, args=arguments, kwargs={"tells_cache": True, "record": False})
@@ -208,18 +208,18 @@ def test_knocks_are_counted_by_who_knocks() -> None:
     with worker() as it:
         it.inbox.put(replicas("a", "b"))
         for number, replica in ((1, "a"), (1, "b"), (2, "a"), (7, "")):
-            it.inbox.put(Knock(number=number, replica=replica))
-        until(lambda: it.of("", Knock))
-        assert [knock.number for knock in it.of("a", Knock)] == [1, 2]
-        assert [knock.number for knock in it.of("b", Knock)] == [1]
-        heart = Heart(it.pulse, it.channels[""], 64, pytest.fail)
-        heart._hearers = Hearers(it.channels[""], lambda address: it.channels[address])
+            it.inbox.put(Ping(number=number, replica=replica))
+        until(lambda: it.of("", Ping))
+        assert [knock.number for knock in it.of("a", Ping)] == [1, 2]
+        assert [knock.number for knock in it.of("b", Ping)] == [1]
+        heart = LoopWatchdog(it.pulse, it.channels[""], 64, pytest.fail)
+        heart._hearers = DeltaRouter(it.channels[""], lambda address: it.channels[address])
         heart.beat()
-        assert [it.of(name, Beat)[-1].knock for name in ("a", "b", "")] == [2, 1, 7]
+        assert [it.of(name, Heartbeat)[-1].knock for name in ("a", "b", "")] == [2, 1, 7]
         it.inbox.put(replicas("b"))
         until(lambda: len(it.pulse.replicas) == 1)
         heart.beat()
-        assert [len(it.of(name, Beat)) for name in ("a", "b", "")] == [1, 2, 2]
+        assert [len(it.of(name, Heartbeat)) for name in ("a", "b", "")] == [1, 2, 2]
 
 
 def test_prompts_that_are_computed_for_the_jobs_of_a_replica_that_has_ended_are_given_up() -> None:

@@ -21,14 +21,14 @@ from redline.run.layer_marks import Meanwhile
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Gone, Taken, Want
+from redline.wire.handoff import ChunkAck, PullRequest, WorkerDown
 from redline.wire.job import Abort, Grammar, Job, JobId
-from redline.wire.news import Knock, Load, Missed, Stop
+from redline.wire.news import Load, Missed, Ping, Stop
 from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
-from redline.worker.exchange import Exchange
+from redline.worker.exchange import KvTransferManager
 from redline.worker.loop import COMPILES_S, StepInFlight, lead, turn
-from redline.worker.pulse import Pulse
+from redline.worker.pulse import LoopStatus
 from redline.worker.trace import Trace
 from tests.clocks import FakeClock
 from tests.fakes import FakePending, FakeRunner, Rests, Steady, hash_page, make_job, whole_answer
@@ -214,13 +214,20 @@ class Departing:
 def test_readers_are_heard_while_a_step_is_watched_and_all_others_behind_it() -> None:
     planner, inbox, outbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), MemoryChannel(), MemoryChannel()
     first, second = make_job("first", PROMPT, max_tokens=3), make_job("second", PROMPT, max_tokens=2, seed=2)
-    taken, gone = Taken(id=1, epoch=1), Gone(worker="other", epoch=1)
-    said = [gone, taken, Want(job=JobId("first"), first=0, way="peer"), second, Abort(job=JobId("nobody")), Stop()]
+    taken, gone = ChunkAck(id=1, epoch=1), WorkerDown(worker="other", epoch=1)
+    said = [
+        gone,
+        taken,
+        PullRequest(job=JobId("first"), first=0, way="peer"),
+        second,
+        Abort(job=JobId("nobody")),
+        Stop(),
+    ]
     departing = Departing(planner, inbox, JobId("first"), said)
     inbox.put(first)
-    lead(planner, Watched(32, CONFIG), inbox, outbox, exchange=cast("Exchange", departing))
-    assert departing.done[:5] == [1, 2, 3, "Taken", "Want"]
-    assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "Gone", "abort nobody"], "decode steps must not be watched"
+    lead(planner, Watched(32, CONFIG), inbox, outbox, exchange=cast("KvTransferManager", departing))
+    assert departing.done[:5] == [1, 2, 3, "ChunkAck", "PullRequest"]
+    assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "WorkerDown", "abort nobody"], "decode steps must not be watched"
     ended = {message.job for message in outbox.drain(wait=False) if isinstance(message, Delta) and message.finish}
     assert ended == {"first", "second"}, "the job that arrived during the step must be accepted before the end"
 
@@ -508,7 +515,7 @@ def test_loads_are_sent_when_something_changed_and_not_too_often():
     jobs = [make_job(name, PROMPT, max_tokens=100, seed=seed) for seed, name in enumerate("abc")]
     with clock.installed():
         began = clock.now
-        inbox = Rests(clock, jobs, then=[Knock(number=1)])
+        inbox = Rests(clock, jobs, then=[Ping(number=1)])
         lead(Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), runner, inbox, Heard())
     times, loads = [at for at, _ in told], [load for _, load in told]
     assert (loads[-1].running, loads[-1].generation_tokens) == (0, 300), "an idle worker must publish its last change"
@@ -596,11 +603,11 @@ def test_a_worker_with_transfers_captures_every_shape_and_sends_its_load_before_
 
     exchange.work, exchange.due_in = work, lambda: None if exchange.idle else 0.05
     runner = FakeRunner(32, CONFIG, more=[Shape(1, 1, 256), Shape(2, 1, 256), Shape(3, 1, 256)])
-    planner, inbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), Rests(now, [], then=[Knock(number=1)])
+    planner, inbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), Rests(now, [], then=[Ping(number=1)])
     with now.installed():
         lead(planner, runner, inbox, outbox, exchange=cast("Any", exchange))
     sent = outbox.drain(wait=False)
-    assert [one.kv_chunks for one in sent[: sent.index(Knock(number=1))] if isinstance(one, Load)] == [1, 0]
+    assert [one.kv_chunks for one in sent[: sent.index(Ping(number=1))] if isinstance(one, Load)] == [1, 0]
     assert not runner.more
 
 
@@ -619,7 +626,7 @@ def test_a_stop_waits_for_one_recording_at_most():
 
 def test_a_recording_that_hangs_is_no_rest():
     """So that the worker is ended, as with a step that hangs."""
-    pulse, inbox, waited = Pulse(), MemoryChannel(), []
+    pulse, inbox, waited = LoopStatus(), MemoryChannel(), []
 
     class Recording(FakeRunner):
         def record_more(self) -> bool:
@@ -698,9 +705,9 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
 def test_a_knock_is_answered_in_its_turn_among_what_else_is_said() -> None:
     with worker() as it:
         it.inbox.put(make_job("a", PROMPT, max_tokens=3))
-        it.inbox.put(Knock(number=7))
+        it.inbox.put(Ping(number=7))
         told: list[Wire] = []
-        while Knock(number=7) not in told:
+        while Ping(number=7) not in told:
             more = it.outbox.drain(wait=True, timeout=LIMIT_S)
             assert more, told
             told += more

@@ -13,7 +13,7 @@ from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
-from redline.wire.news import Beat, Failed, Ready
+from redline.wire.news import Failed, Heartbeat, Ready
 from redline.worker.config import EngineConfig, WorkerConfig
 from tests import forked
 from tests.tiny_model import kernel_config
@@ -127,7 +127,7 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
     assert [message.reason for message in messages if isinstance(message, Failed)] == [reason]
     assert [message.fault for message in messages if isinstance(message, Delta)] == faults
     if faults:
-        assert {Ready, Beat} <= {type(message) for message in messages}
+        assert {Ready, Heartbeat} <= {type(message) for message in messages}
     assert "Traceback" not in said
 
 

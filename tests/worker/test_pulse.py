@@ -5,24 +5,24 @@ import threading
 import pytest
 
 from redline.plan.planner import PlanConfig, Planner
-from redline.route.links import MOVE_S, Link, Links
+from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Beat, Knock, Ready, Stop
+from redline.wire.news import Heartbeat, Ping, Ready, Stop
 from redline.wire.step import Step, StepResult
 from redline.worker import pulse as module
 from redline.worker.loop import lead
-from redline.worker.pulse import BEAT_S, Heart, Pulse
+from redline.worker.pulse import BEAT_S, LoopStatus, LoopWatchdog
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job
 from tests.waiting import LIMIT_S
 
 
 def seconds(outbox: MemoryChannel) -> list[float]:
-    return [message.turn_s for message in outbox.drain(wait=False) if isinstance(message, Beat)]
+    return [message.turn_s for message in outbox.drain(wait=False) if isinstance(message, Heartbeat)]
 
 
 def test_a_beat_says_how_long_the_loop_has_been_in_one_turn():
-    pulse, outbox = Pulse(), MemoryChannel()
-    heart = Heart(pulse, outbox, 64, pytest.fail)
+    pulse, outbox = LoopStatus(), MemoryChannel()
+    heart = LoopWatchdog(pulse, outbox, 64, pytest.fail)
     heart.beat()
     pulse.waits, pulse.turns = False, 1
     for _ in range(3):
@@ -33,19 +33,19 @@ def test_a_beat_says_how_long_the_loop_has_been_in_one_turn():
 
 
 def test_a_beat_says_how_many_knocks_have_reached_the_loop():
-    pulse, outbox = Pulse(), MemoryChannel()
+    pulse, outbox = LoopStatus(), MemoryChannel()
     inbox, said = MemoryChannel(), MemoryChannel()
-    for message in (Knock(number=1), Knock(number=2), Stop()):
+    for message in (Ping(number=1), Ping(number=2), Stop()):
         inbox.put(message)
     config = PlanConfig(max_running=4)
     lead(Planner(32, config, 400, hash_page), FakeRunner(32, config), inbox, said, pulse=pulse)
-    Heart(pulse, outbox, 64, pytest.fail).beat()
+    LoopWatchdog(pulse, outbox, 64, pytest.fail).beat()
     assert [beat.knock for beat in outbox.drain(wait=False)] == [2]
 
 
 def test_a_loop_that_waits_for_jobs_is_in_no_turn_however_long():
-    pulse, outbox = Pulse(), MemoryChannel()
-    heart = Heart(pulse, outbox, 64, pytest.fail)
+    pulse, outbox = LoopStatus(), MemoryChannel()
+    heart = LoopWatchdog(pulse, outbox, 64, pytest.fail)
     for _ in range(24 * 3600):
         heart.beat()
     assert set(seconds(outbox)) == {0}
@@ -55,9 +55,9 @@ def test_a_loop_that_waits_for_jobs_is_in_no_turn_however_long():
     ("device", "step_tokens", "most_s"), [("cpu", 1, 302), ("cpu", 512, 1324), ("cuda", 1, 300), ("cuda", 8192, 1119)]
 )
 def test_a_step_that_never_ends_is_called_hung_and_a_long_one_is_not(device: str, step_tokens: int, most_s: int):
-    pulse, outbox = Pulse(), MemoryChannel()
+    pulse, outbox = LoopStatus(), MemoryChannel()
     said: list[str] = []
-    heart = Heart(pulse, outbox, step_tokens, said.append, device)
+    heart = LoopWatchdog(pulse, outbox, step_tokens, said.append, device)
     pulse.waits = False
     for _ in range(int(most_s / BEAT_S)):
         heart.beat()
@@ -84,12 +84,12 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
             return Pending(pending.result)
 
     config = PlanConfig(max_running=1)
-    pulse, inbox, beats = Pulse(), MemoryChannel(), MemoryChannel()
+    pulse, inbox, beats = LoopStatus(), MemoryChannel(), MemoryChannel()
     planner = Planner(8, config, 200, hash_page)
     inbox.put(make_job("a", (1, 2, 3), max_tokens=1))
     arguments = [planner, Slow(8, config), inbox, MemoryChannel(), None, pulse]
     thread = threading.Thread(target=lead, args=arguments)
-    with Heart(pulse, beats, 64, pytest.fail):
+    with LoopWatchdog(pulse, beats, 64, pytest.fail):
         thread.start()
         assert started.wait(LIMIT_S)
         told: list[float] = []
@@ -104,14 +104,14 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
 
 def test_a_worker_whose_beats_come_a_little_late_is_never_taken_for_silent():
     now, next_beat, next_look, told_gone, most_silent = 0.0, 0.0, 0.0, 0, 0.0
-    links = Links(lambda: now)
-    link = Link("worker", MemoryChannel())
+    links = WorkerRegistry(lambda: now)
+    link = WorkerHandle("worker", MemoryChannel())
     links.join(link)
     links.speaks(link, Ready(max_model_len=1, pages=1, fingerprint="", summary=""))
     for millisecond in range(600_000):  # ten minutes, in which heartbeats and polls meet at every phase
         now = millisecond / 1000
         if now >= next_beat:
-            link.heard(Beat(), now)
+            link.heard(Heartbeat(), now)
             next_beat = now + BEAT_S + 0.003
         if now >= next_look:
             told_gone += len(links.newly_gone())

@@ -49,7 +49,7 @@ def test_it_answers_and_answers_the_same_again(folder: Path):
     ("layers", "said"),
     [
         (7, "engine.random_weights is 7; the model has 6 layers, so at most 6"),
-        (1, r"engine.random_weights is 1; layers without experts lie alone \(1\), so it is at least 2"),
+        (1, r"engine.random_weights is 1; the 1 layers without experts are not shared, so it is at least 2"),
     ],
 )
 def test_a_number_that_the_model_cannot_use_is_refused(folder: Path, layers: int, said: str):

@@ -9,7 +9,7 @@ import torch
 
 from redline import limits
 from redline.errors import ConfigError
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.wire.codec import decode, encode
 from redline.wire.handoff import Piece
@@ -38,7 +38,7 @@ def kv(seed: int) -> KvPool:
 
 def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
     memory, ours, theirs = RankMemory(2), kv(1), kv(2)
-    expected, parcels = kv(2), Parcels(ours)
+    expected, parcels = kv(2), KvChunkLayout(ours)
     other = FollowedMemory(os.dup(memory.file), 1, theirs)
     for number, piece in enumerate(PIECES):
         part, grown = memory.grow(100_000)
@@ -48,7 +48,7 @@ def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
         size = parcels.size(piece)
         parcel_B = HostParcels().tensor(part)[64 * number : 64 * number + size]
         parcels.gather(piece, PAGES, parcel_B)
-        Parcels(expected).scatter(piece, PAGES, parcel_B)
+        KvChunkLayout(expected).scatter(piece, PAGES, parcel_B)
         command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
         assert isinstance(command, Scatter)
         assert len(command.pages) == -(-(max(piece.positions[1], piece.draft[1])) // 64) - piece.positions[0] // 64
@@ -63,7 +63,7 @@ def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
 
 def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_there() -> None:
     book, memory, ours, theirs = Book(polls=2), RankMemory(2), kv(1), kv(2)
-    expected, parcels, chip = kv(2), Parcels(ours), book.gpu()
+    expected, parcels, chip = kv(2), KvChunkLayout(ours), book.gpu()
     other = FollowedMemory(os.dup(memory.file), 1, theirs, lambda _: book.gpu())
     for number, piece in enumerate(PIECES):  # an area for each piece, and then several pieces in one host area
         landing, exported = memory.export(chip, 100_000)
@@ -72,7 +72,7 @@ def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_
         other.map(told)
         parcel_B = HostParcels().tensor(landing)[64 * number : 64 * number + parcels.size(piece)]
         parcels.gather(piece, PAGES, parcel_B)
-        Parcels(expected).scatter(piece, PAGES, parcel_B)
+        KvChunkLayout(expected).scatter(piece, PAGES, parcel_B)
         command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
         assert isinstance(command, Scatter)
         assert command.exported == number
@@ -94,7 +94,7 @@ def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch)
     other = FollowedMemory(os.dup(memory.file), 1, kv(2), lambda _: book.gpu())
     landing, exported = memory.export(book.gpu(), 100_000)
     other.map(exported)
-    command = memory.scatter(PIECES[0], PAGES, HostParcels().tensor(landing)[: Parcels(kv(1)).size(PIECES[0])])
+    command = memory.scatter(PIECES[0], PAGES, HostParcels().tensor(landing)[: KvChunkLayout(kv(1)).size(PIECES[0])])
     with pytest.raises(RuntimeError, match=r"has not ended a copy from rank 0's in 0\.05 s"):
         other.scatter(command)
     assert memory.taken(1) == 0

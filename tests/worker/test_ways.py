@@ -19,7 +19,7 @@ from redline.worker import ways
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
-from redline.worker.ways import Carrier, Way, aside, carriers, connect, open_ways, told_of
+from redline.worker.ways import Carrier, TransferPath, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book, BookGpu
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def kv() -> KvPool:
     return cast("KvPool", SimpleNamespace(planes=planes, draft=nothing, tails=torch.empty(4, 0)))
 
 
-def ways_of(*found: Carrier, area_bytes: int | None = None) -> list[Way[Any, Any]]:
+def ways_of(*found: Carrier, area_bytes: int | None = None) -> list[TransferPath[Any, Any]]:
     return open_ways(found, kv(), 0.1, lambda: 0.0, area_bytes)
 
 

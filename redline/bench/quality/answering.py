@@ -1,6 +1,6 @@
-"""Asks a loaded engine everything at once, in process: chat prompts in, whole answers out.
+"""Answers chat prompts with a loaded engine in this process, all concurrently.
 
-The same template, batching and parser as behind the API, without HTTP.
+Uses the same chat template, batching and parser as the API, without HTTP.
 """
 
 from collections import defaultdict
@@ -17,14 +17,14 @@ from redline.wire.delta import Delta
 from redline.wire.job import Grammar, Job, JobId, Sampling
 from redline.worker.job_runner import JobRunner
 
-MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
+MAX_TOKENS = 1024  # a longer answer to an evaluation prompt is a repetition loop
 
 
 class Greedy:
-    """An engine that answers each prompt with its most likely tokens.
+    """Answers prompts with an engine by greedy decoding.
 
-    max_tokens: of one answer, its thinking included. grammar: what an answer has to be; None: no answer has to be
-    anything.
+    max_tokens: per answer, thinking included. grammar: returns the grammar that constrains an answer, or None; None: no
+    answer is constrained.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Greedy:
 
     @property
     def fingerprint(self) -> str:
-        """The checkpoint's fingerprint, by which a report names the model and its weights."""
+        """The checkpoint's fingerprint, which identifies the model and its weights in a report."""
         return self._engine.fingerprint
 
     def answer(
@@ -89,7 +89,7 @@ class Greedy:
 
 
 def joined(events: Sequence[Event]) -> Answer:
-    """The whole answer of a stream of events that ended. Raises AssertionError for a stream without its end."""
+    """Joins a complete stream of events into an answer. Raises AssertionError if the stream has no End."""
     content, reasoning = "", ""
     names: list[str] = []
     arguments: list[str] = []
@@ -114,4 +114,4 @@ def joined(events: Sequence[Event]) -> Answer:
                     finish=event.finish,
                     tokens=event.completion_tokens,
                 )
-    raise AssertionError(f"an answer without an end, after {len(events)} events")
+    raise AssertionError(f"an answer without an End event, after {len(events)} events")

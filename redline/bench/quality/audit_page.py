@@ -1,4 +1,4 @@
-"""An audit as sections of a page: what is beyond a bound, next tokens by domain, errors by layer, the worst of all."""
+"""The page of an audit: violated bounds, next tokens by domain, errors by layer, and the worst weights and experts."""
 
 import math
 from collections.abc import Sequence
@@ -7,26 +7,26 @@ from redline.bench.serving.page import render
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.quant.audit import Audit, ExpertRow, WeightRow
 
-WORST = 20  # rows of the tables of the worst
-NAMED = 100  # of what is beyond its bound
+WORST = 20  # rows in the tables of the worst weights and experts
+NAMED = 100  # violated bounds that are listed, at most
 
 
 def audit_page(audit: Audit, a: str, b: str, provenance: Sequence[tuple[str, str]]) -> str:
-    """The page's HTML. a, b: what the two are called."""
+    """The page's HTML. a, b: the names of the two checkpoints."""
     return render(f"{b} against {a}", sections(audit), subtitle=subtitle(audit), provenance=provenance)
 
 
 def subtitle(audit: Audit) -> str:
-    """How much was compared, in a line."""
+    """One line on the amount of compared data."""
     tokens = audit.domains[-1].tokens if audit.domains else 0
     return (
-        f"{len(audit.weights):,} weights differ, {audit.same:,} are the same to the bit; "
+        f"{len(audit.weights):,} weights differ, {audit.same:,} are bit-identical; "
         f"{tokens:,} next tokens compared in {audit.seconds:,.0f} s"
     )
 
 
 def sections(audit: Audit) -> list[Section]:
-    """All of it, the worst first."""
+    """All sections, violated bounds first."""
     found: list[Section] = [_verdict(audit)]
     if audit.excess:
         found.append(_excess(audit))
@@ -43,8 +43,8 @@ def _verdict(audit: Audit) -> Section:
     b = audit.bounds
     most = f"weight {b.weight:g}, expert output {b.output:g}, KL {b.kl:g} nats, agreement at least {b.agreement:g}"
     if audit.excess:
-        return Words(text=f"{len(audit.excess):,} numbers are beyond their bounds ({most}).", warning=True)
-    return Words(text=f"Everything is within its bounds: {most}.")
+        return Words(text=f"{len(audit.excess):,} values exceed their bounds ({most}).", warning=True)
+    return Words(text=f"All values are within their bounds: {most}.")
 
 
 def _excess(audit: Audit) -> Section:
@@ -68,7 +68,7 @@ def _domains(audit: Audit) -> Section:
         for row in audit.domains
     )
     columns = ("domain", "tokens", "KL, nats", "KL, 99th percentile", "same likeliest, %", "perplexity A", "B")
-    return Table(title="Next tokens", columns=columns, rows=rows, note="KL(A || B), a token's mean.")
+    return Table(title="Next tokens", columns=columns, rows=rows, note="KL(A || B), mean per token.")
 
 
 def _kl(audit: Audit) -> Section:
@@ -81,11 +81,11 @@ def _kl(audit: Audit) -> Section:
         style="bars",
     )
     mark = Mark(text="bound", y=audit.bounds.kl)
-    return Plot(title="KL by domain", x_label="domain", y_label="nats a token", series=(series,), marks=(mark,))
+    return Plot(title="KL by domain", x_label="domain", y_label="nats per token", series=(series,), marks=(mark,))
 
 
 def _by_layer(rows: Sequence[WeightRow], bound: float) -> Section:
-    """The mean and the worst of each projection in each layer."""
+    """The root mean square and the worst error of each projection in each layer."""
     series: list[Series] = []
     for projection in sorted({row.name.split(".")[-2] for row in rows}):
         of = [row for row in rows if row.name.split(".")[-2] == projection]
@@ -118,7 +118,7 @@ def _outputs(experts: Sequence[ExpertRow], bound: float) -> Section:
         y_label="error of the output",
         series=(series,),
         marks=(Mark(text="bound", y=bound),),
-        note="Both experts read what A's layer reads.",
+        note="Both experts get the input of A's layer.",
     )
 
 
@@ -131,7 +131,7 @@ def _seen(experts: Sequence[ExpertRow]) -> Section:
         style="points",
     )
     return Plot(
-        title="Output error by tokens that came",
+        title="Output error by tokens of the expert",
         x_label="tokens of the expert (at most 512 are compared)",
         y_label="error of the output",
         series=(series,),

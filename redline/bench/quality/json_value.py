@@ -1,8 +1,7 @@
-"""Whether a JSON value fits a JSON Schema (draft 2020-12), by the library `jsonschema`, within bounds.
+"""Validates JSON values against a JSON Schema (draft 2020-12) with the library `jsonschema`, within limits.
 
-A schema may say only what is checked, and what can be checked in time: no reference (nothing is fetched, nothing goes
-round in circles), no keyword that a validator may pass over. A constraint that is silently skipped would grade wrong
-answers as right.
+A schema may contain only keywords that are checked, and that can be checked quickly: no references (nothing is fetched,
+no recursion), and no keywords that validators may ignore. Ignoring a constraint would grade wrong answers as right.
 """
 
 import json
@@ -18,15 +17,15 @@ _LIBRARY: Any = jsonschema  # parts of its types are unknown
 _DRAFT_2020: Any = jsonschema.Draft202012Validator
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 REFUSED = (
-    # refer to another place, or to themselves
+    # references
     "$ref", "$dynamicRef", "$anchor", "$dynamicAnchor", "$id", "$vocabulary",
-    # are mere notes to some validators
+    # annotations that some validators ignore
     "format", "contentEncoding", "contentMediaType", "contentSchema",
-    # take time that grows exponentially with their depth, or a pattern for each name
+    # may take exponential time in their depth, or match a pattern per name
     "unevaluatedItems", "unevaluatedProperties", "patternProperties",
 )  # fmt: skip
 
-# The draft's own schema of schemas, and no keyword besides, at any depth: its references to itself are dynamic.
+# The draft's own metaschema, without any other keyword at any depth: its self-references are dynamic.
 _SCHEMA = {
     "$schema": DRAFT,
     "$id": "urn:redline:schema",
@@ -40,18 +39,18 @@ _METASCHEMA = _DRAFT_2020(_SCHEMA, format_checker=_DRAFT_2020.FORMAT_CHECKER)
 
 
 def check_schema(schema: dict[str, Any] | bool) -> None:
-    """Raises ValueError, in one line, for what is no schema, or says what is not checked here."""
+    """Raises ValueError, in one line, for an invalid schema, or one with unsupported keywords."""
     try:
         why = _schema_error(json.dumps(schema))
     except RecursionError:
         why = "it is nested too deeply"
     if why is not None:
-        raise ValueError(f"the schema is none that can be checked: {why}")
+        raise ValueError(f"unsupported schema: {why}")
 
 
 @lru_cache(1024)
 def _schema_error(text: str) -> str | None:
-    # Whatever holds a wrong part is wrong too: the deepest is what somebody has to mend.
+    # An error also invalidates all enclosing parts: report the deepest one.
     found = max(_METASCHEMA.iter_errors(json.loads(text)), key=_depth, default=None)
     if found is None:
         return None
@@ -65,7 +64,7 @@ def _depth(error: Any) -> int:
 
 
 def violation(value: Any, schema: dict[str, Any] | bool) -> str | None:
-    """The most telling way in which a JSON value breaks the schema, as one line that names the place; None: it fits.
+    """The most relevant violation of the schema by a JSON value, as one line with its place; None: the value fits.
 
     Raises ValueError for a schema that `check_schema` refuses.
     """
@@ -78,10 +77,10 @@ def violation(value: Any, schema: dict[str, Any] | bool) -> str | None:
 
 
 def argument_violation(value: Any, schema: Any) -> str | None:
-    """As `violation`, of a call's arguments by the schema that a client declares for the tool.
+    """`violation` for the arguments of a call, by the schema that a client declares for the tool.
 
-    Such a schema may have every keyword of the draft that it names (2020-12 if none) and references within itself;
-    `format` is a note. Nothing is fetched. Raises ValueError for a schema that cannot be used.
+    Such a schema may have every keyword of the draft that it names (default: 2020-12) and internal references; `format`
+    is ignored. Nothing is fetched. Raises ValueError for a schema that cannot be used.
     """
     draft = _LIBRARY.validators.validator_for(schema, default=_DRAFT_2020)
     try:
@@ -89,7 +88,7 @@ def argument_violation(value: Any, schema: Any) -> str | None:
         validator = _LIBRARY.validators.extend(draft, {"pattern": _pattern})
         errors = validator(schema, registry=_LIBRARY.validators.SPECIFICATIONS).iter_errors(value)
         found = _LIBRARY.exceptions.best_match(errors)
-    except Exception as error:  # the library's are many: of schemas, of references, of recursion, of patterns
+    except Exception as error:  # the library raises many: for schemas, references, recursion, patterns
         raise ValueError(" ".join(str(error).split())[:200]) from None
     return None if found is None else f"{found.json_path}: {found.message[:200]}"
 
@@ -103,7 +102,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
-    """Searches in a child with a time limit, since a search may take exponential time in what the model wrote."""
+    """Searches in a subprocess with a timeout, since a search may take exponential time in generated text."""
     if isinstance(value, str):
         code = f"import re\nfound = re.search({pattern!r}, {value!r})"
         passed, why = run_asserts(Candidate(code=code, asserts="assert found"))

@@ -1,4 +1,4 @@
-"""Answers of an evaluation that outlive it: one that was stopped goes on where it was."""
+"""Saves the answers of an evaluation, so that an interrupted one can be resumed."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from redline.wire.base import Record
 
 
 class _Line(Record, frozen=True):
-    """An answer in the file."""
+    """A saved answer."""
 
-    prompt: str  # a hash of it
+    prompt: str  # hash of the prompt
     answer: Answer
-    seconds: float  # since the answer before it in the same run, or the run's start
+    seconds: float  # since the previous answer of the same run, or its start
 
 
 class Kept:
-    """Answers by a `Greedy`, each written to a file as it ends; what is there is not asked again.
+    """Answers of a `Greedy`, each appended to a file when it ends; saved answers are not generated again.
 
-    file: of one checkpoint and one way to answer; `forget` removes it. A file that cannot be written keeps nothing.
-    earlier_s: what answering took in the runs before.
+    file: for one checkpoint and one configuration; `forget` removes it. If it cannot be written, nothing is saved.
+    earlier_s: seconds of answering in earlier runs.
     """
 
     def __init__(self, answerer: Greedy, file: Path) -> None:
@@ -62,14 +62,14 @@ class Kept:
         found: dict[str, Answer] = {}
         with contextlib.suppress(OSError):
             for line in self._file.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # one that was cut off
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an incomplete line
                     one = msgspec.json.decode(line, type=_Line)
                     found[one.prompt] = one.answer
                     self.earlier_s += one.seconds
         return found
 
     def forget(self) -> None:
-        """The evaluation is whole: the next one asks everything."""
+        """Removes the file after a complete evaluation, so that the next one starts from the beginning."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 

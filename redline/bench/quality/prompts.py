@@ -1,4 +1,4 @@
-"""Evaluation sets on disk, and what comes back: one JSON line per prompt, OpenAI-shaped, with its check."""
+"""Evaluation sets on disk, and answers: one JSON line per prompt, in OpenAI's format, with its check."""
 
 import gzip
 import zlib
@@ -24,7 +24,7 @@ class Prompt(Chat, frozen=True, kw_only=True):
 
 
 class Answer(Record, frozen=True):
-    """What the model said, in full. tokens: how many it generated, thinking included."""
+    """A complete answer of the model. tokens: number of generated tokens, thinking included."""
 
     content: str
     reasoning: str = ""
@@ -34,7 +34,7 @@ class Answer(Record, frozen=True):
 
 
 def read_sets(folder: Path) -> dict[str, list[Prompt]]:
-    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz. Every check is one that can be graded.
+    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz. Every check is validated.
 
     Raises ConfigError, which names the file and the line.
     """
@@ -42,14 +42,14 @@ def read_sets(folder: Path) -> dict[str, list[Prompt]]:
     for file in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
         sets.setdefault(file.name.split(".")[0], []).extend(_read_set(file))
     if not sets:
-        raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
+        raise ConfigError(f"{folder}: contains no evaluation sets (*.jsonl)")
     if not any(sets.values()):
-        raise ConfigError(f"{folder}: no prompt in its sets (*.jsonl)")
+        raise ConfigError(f"{folder}: its sets (*.jsonl) contain no prompt")
     return sets
 
 
 def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[Prompt]]:
-    """At most `limit` prompts of each kind of each set, evenly spread over the set: the same ones every time."""
+    """At most `limit` prompts per kind and set, evenly spread over the set: the same ones in every call."""
     chosen: dict[str, list[Prompt]] = {}
     for name, prompts in sets.items():
         of_kind: dict[str, list[int]] = defaultdict(list)

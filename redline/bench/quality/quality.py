@@ -1,8 +1,8 @@
-"""How good the answers of a checkpoint are: `redline eval FOLDER` asks it everything in FOLDER/eval and grades.
+"""Quality of a checkpoint's answers: `redline eval FOLDER` answers the prompts in FOLDER/eval and grades the answers.
 
-Each line of FOLDER/eval/SET.jsonl is a prompt (prompts.py) with its check (checks.py). Answers are greedy and go
-through the engine that serves, so the table measures what users get. Two checkpoints, usually one model before and
-after quantisation, are compared prompt by prompt: pairs tell apart what two totals cannot.
+Each line of FOLDER/eval/SET.jsonl is a prompt (prompts.py) with its check (checks.py). Answers are greedy and generated
+by the serving engine, so the table measures the quality that users get. Two checkpoints, usually one model before and
+after quantisation, are compared prompt by prompt: pairs detect smaller differences than two totals.
 """
 
 import math
@@ -22,7 +22,7 @@ from redline.bench.quality.prompts import Answer, Prompt, limited, read_sets
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-TARGETS = "targets.json"  # beside the sets: {set: {kind: percent}}; the kind "all" is the set's total
+TARGETS = "targets.json"  # in the folder of the sets: {set: {kind: percent}}; the kind "all" is the set's total
 TOTAL = "all"
 
 
@@ -33,7 +33,7 @@ class Verdict(Record, frozen=True):
     kind: str
     ok: bool | None  # None: its check needs --run-code
     why: str
-    prompt: str  # what the user asked last
+    prompt: str  # the last user message
     answer: Answer
 
 
@@ -42,7 +42,7 @@ class Row(Record, frozen=True):
 
     set: str
     kind: str
-    prompts: int  # graded ones
+    prompts: int  # graded prompts
     right: int
     target: float | None = None  # percent
 
@@ -50,20 +50,21 @@ class Row(Record, frozen=True):
     def percent(self) -> float:
         """Right answers as percent of graded ones.
 
-        Raises ZeroDivisionError where none was graded; `rows` makes no such row.
+        Raises ZeroDivisionError if none was graded; `rows` returns no such row.
         """
         return 100 * self.right / self.prompts
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is reached; None where the set has no target for this kind."""
+        """Whether the target is reached; None if the set has no target for this kind."""
         return None if self.target is None else self.percent >= self.target
 
 
 class Comparison(Record, frozen=True):
-    """The same prompts under two checkpoints. The difference is ours minus theirs, in points (percent of prompts).
+    """The same prompts with two checkpoints. The difference is ours minus theirs, in points (percent of prompts).
 
-    prompts: pairs of graded answers. both, only_ours, only_theirs: how many of them were right under which.
+    prompts: pairs of graded answers. both, only_ours, only_theirs: number of pairs with right answers of both, of ours
+    only, of theirs only.
     """
 
     prompts: int
@@ -73,12 +74,12 @@ class Comparison(Record, frozen=True):
 
     @property
     def difference(self) -> float:
-        """Points by which ours is better. Raises ZeroDivisionError where no pair was graded."""
+        """Points by which ours is better. Raises ZeroDivisionError if no pair was graded."""
         return 100 * (self.only_ours - self.only_theirs) / self.prompts
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the difference, in points: Wald with half a pair added to each of the four cells.
+        """The 95 % interval of the difference, in points: Wald, with half a pair added to each of the four cells.
 
         Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", 2005.
         """
@@ -88,21 +89,21 @@ class Comparison(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """What one evaluation found."""
+    """The report of an evaluation."""
 
     folder: str
     fingerprint: str
-    seconds: float  # of answering, without loading and grading
+    seconds: float  # seconds of answering, without loading and grading
     generated_tokens: int
     rows: list[Row]
-    not_run: int  # prompts whose check needs --run-code
+    not_run: int  # prompts with a check that needs --run-code
     cut_off: int  # answers that reached the token limit
     verdicts: list[Verdict]
     against: str | None = None
     comparison: Comparison | None = None
-    refused: int = 0  # prompts that the engine did not answer; they count as wrong
-    limit: int | None = None  # prompts of each kind of each set at most
-    left_out: int = 0  # prompts beyond the limit, which were not asked
+    refused: int = 0  # prompts that the engine rejected; they count as wrong
+    limit: int | None = None  # maximum prompts per kind and set
+    left_out: int = 0  # prompts left out by the limit
 
 
 class Answerer(Protocol):
@@ -110,7 +111,7 @@ class Answerer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The checkpoint's fingerprint, by which a report names the model and its weights."""
+        """The checkpoint's fingerprint, which identifies the model and its weights in a report."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
@@ -131,15 +132,15 @@ def grade_all(
     limit: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Asks the checkpoint in `folder` everything in `sets` (folder/eval), grades, compares with `against` if given.
+    """Answers all prompts in `sets` (default: folder/eval) with the checkpoint in `folder`, grades, compares.
 
-    run_code: functions that the model writes are run. limit: prompts of each kind of each set, always the same ones.
-    `progress(done, total)` counts answers over both checkpoints. Raises ConfigError where there are no sets, or they
-    cannot be graded, before anything is asked.
+    against: the checkpoint to compare with, if any. run_code: runs functions written by the model. limit: maximum
+    prompts per kind and set, always the same ones. progress: called with (done, total) answers over both checkpoints.
+    Raises ConfigError, before answering, if there are no sets or a check is invalid.
     """
     place = sets or folder / "eval"
     if sets is None and not place.is_dir():
-        raise ConfigError(f"{place}: no evaluation sets; name a folder of them with --sets, such as SOURCE/eval")
+        raise ConfigError(f"{place}: no evaluation sets; name their folder with --sets, such as SOURCE/eval")
     found, targets = read_sets(place), read_targets(place)
     asked = found if limit is None else limited(found, limit)
     prompts = [prompt for members in asked.values() for prompt in members]
@@ -179,9 +180,9 @@ def grade_all(
 
 
 def read_targets(folder: Path) -> dict[str, dict[str, float]]:
-    """{set: {kind: percent}} of `folder`/targets.json; empty where there is no such file.
+    """{set: {kind: percent}} from `folder`/targets.json; empty if there is no such file.
 
-    Raises ConfigError where it cannot be read, or holds anything else.
+    Raises ConfigError if the file cannot be read or has another format.
     """
     path = folder / TARGETS
     try:
@@ -193,7 +194,7 @@ def read_targets(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
-    """Grades the answers, which stand in the order of the sets' prompts. run_code: as in `grade_all`."""
+    """Grades the answers, given in the order of the sets' prompts. run_code: see `grade_all`."""
     asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
 
     def one(place: int) -> Grade:
@@ -201,7 +202,7 @@ def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_c
         calls: list[Call] = [{"name": name, "arguments": arguments} for name, arguments in answer.tool_calls]
         return grade(asked[place][1].check, answer.content, calls, run_code)
 
-    with ThreadPoolExecutor(2) as pool:  # model-written functions run in children of their own, two at a time
+    with ThreadPoolExecutor(2) as pool:  # functions written by the model run in subprocesses, two at a time
         grades = list(pool.map(one, range(len(asked))))
     return [
         Verdict(set=name, kind=prompt.kind, ok=grade.ok, why=grade.why, prompt=_last_words(prompt), answer=answer)
@@ -210,7 +211,7 @@ def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_c
 
 
 def rows(verdicts: Iterable[Verdict], targets: Mapping[str, Mapping[str, float]]) -> list[Row]:
-    """One row per set and kind, then one per set, over what was graded."""
+    """One row per set and kind, then one per set, over graded prompts."""
     graded = [verdict for verdict in verdicts if verdict.ok is not None]
     found: list[Row] = []
     for name, members in groupby(graded, lambda verdict: verdict.set):
@@ -224,7 +225,7 @@ def rows(verdicts: Iterable[Verdict], targets: Mapping[str, Mapping[str, float]]
 
 
 def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
-    """Pairs the verdicts on the same prompts, in the same order; what was not graded is left out."""
+    """Pairs the verdicts on the same prompts, given in the same order; ungraded prompts are left out."""
     pairs = [(a.ok, b.ok) for a, b in zip(ours, theirs, strict=True) if a.ok is not None and b.ok is not None]
     return Comparison(
         prompts=len(pairs),
@@ -235,7 +236,7 @@ def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
 
 
 def table(report: Report) -> Table:
-    """The report for a terminal; `caption` says what the table leaves out."""
+    """The report as a table for a terminal; `caption` contains the rest."""
     shown = Table(title=report.folder)
     for column in ("set", "kind"):
         shown.add_column(column)
@@ -251,22 +252,22 @@ def table(report: Report) -> Table:
 
 
 def caption(report: Report) -> str:
-    """What the table does not show, in a few lines."""
+    """The facts that the table does not show, in a few lines."""
     rate = report.generated_tokens / max(report.seconds, 1e-9)
     lines = [f"{report.generated_tokens:,} tokens generated in {report.seconds:.0f} s ({rate:,.0f} tokens/s)"]
     if report.left_out:
         lines.append(
-            f"at most {report.limit:,} prompts of each kind were asked (--limit); {report.left_out:,} were left out"
+            f"at most {report.limit:,} prompts per kind were used (--limit); {report.left_out:,} were left out"
         )
     if report.refused:
         lines.append(
-            f"{report.refused} prompts were not answered (longer than an evaluation reads), and count as wrong"
+            f"{report.refused} prompts were rejected (longer than the evaluation's context), and count as wrong"
         )
     if report.cut_off:
         lines.append(f"{report.cut_off} answers reached the token limit")
     if report.not_run:
         lines.append(
-            f"{report.not_run} prompts ask for a function and were not graded; --run-code runs what the model writes"
+            f"{report.not_run} prompts ask for a function and were not graded; --run-code runs the model's code"
         )
     if report.comparison is not None:
         pair, (low, high) = report.comparison, report.comparison.interval

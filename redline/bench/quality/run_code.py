@@ -1,9 +1,9 @@
-"""Runs a function that a model wrote against assert statements, where it can do no harm.
+"""Runs a function written by a model against assert statements, in a sandbox.
 
-Each candidate gets its own child: `python -I`, an empty temporary folder, an empty environment, five seconds, and
-limits that leave it only arithmetic. It may open no descriptor, so no file, socket or pipe; start no process or thread;
-and an audit hook refuses what needs neither (signals, deletions). Common modules are imported before that.
-This is the only place in Redline where text from a model is executed (docs/evaluation.md).
+Each candidate runs in its own subprocess: `python -I`, an empty temporary folder, an empty environment, a timeout of
+five seconds, and resource limits that allow only computation. It cannot open descriptors (files, sockets, pipes) or
+start processes or threads; an audit hook refuses actions that need neither (signals, deletions). Common modules are
+imported before that. This is the only place in Redline that executes text from a model (docs/bench.md).
 """
 
 import json
@@ -18,30 +18,30 @@ from typing import NamedTuple
 
 WALL_S = 5.0
 MEMORY_BYTES = 512 << 20
-REPORT_BYTES = 4096  # all that a child can write anywhere
+REPORT_BYTES = 4096  # maximum bytes that a subprocess can write
 
 
 class Outcome(NamedTuple):
-    """Whether the code and its asserts ran to their end, and in one line why not."""
+    """Whether the code and its asserts passed, and one line of explanation if not."""
 
     passed: bool
-    why: str  # empty when passed
+    why: str  # empty if passed
 
 
 class Candidate(NamedTuple):
-    """A program that a model wrote, and its test."""
+    """A program written by a model, and its test."""
 
     code: str
-    asserts: str  # Python statements that raise where the code is wrong
-    function: str | None = None  # the name that the code must define
+    asserts: str  # Python statements that raise if the code is wrong
+    function: str | None = None  # a function that the code must define
 
 
 def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
-    """Executes the code, then the asserts, in one child. Blocks for at most about `wall_s` seconds.
+    """Executes the code, then the asserts, in one subprocess. Blocks for at most about `wall_s` seconds.
 
-    A failure of any kind is an Outcome; only a child that cannot be started raises, an OSError.
+    Failures are reported in the Outcome. Raises OSError only if the subprocess cannot be started.
     """
-    # The verdict opens with a fresh word, so that neither exit() nor a stray print() can pass for one.
+    # The verdict starts with a random word, so that neither exit() nor a print() of the candidate can imitate it.
     word = secrets.token_hex(16)
     orders = candidate._asdict() | {
         "word": word,
@@ -51,7 +51,7 @@ def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
     }
     command = [sys.executable, "-I", "-S", "-B", "-c", _CHILD]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as report:
-        # A file, not a pipe: the file-size limit bounds it, and a child that floods it cannot fill our memory.
+        # A file instead of a pipe: the file size limit bounds it, so that output cannot fill our memory.
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=report, stderr=subprocess.DEVNULL, cwd=folder, env={}
         )
@@ -70,13 +70,13 @@ def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
 
 
 def run_many(candidates: Sequence[Candidate], children: int = 2, wall_s: float = WALL_S) -> list[Outcome]:
-    """The outcomes in the order of the candidates, `children` of them at a time, each for at most `wall_s` seconds."""
+    """The outcomes in the order of the candidates, `children` at a time, each with a timeout of `wall_s` seconds."""
     with ThreadPoolExecutor(children) as pool:
         return list(pool.map(run_asserts, candidates, repeat(wall_s)))
 
 
-# The limits are set by the child itself, before it runs a word of the candidate's: a `preexec_fn` would run between
-# fork and exec in a process with threads. Root is not bound by RLIMIT_NPROC, so root becomes nobody first.
+# The subprocess sets its limits itself, before it runs the candidate: a `preexec_fn` would run between fork and exec in
+# a process with threads. RLIMIT_NPROC does not apply to root, so root switches to an unprivileged user first.
 _CHILD = """
 import json, os, resource, sys, _signal
 import abc, bisect, calendar, cmath, collections.abc, copy, dataclasses, datetime, decimal, enum, fractions, functools

@@ -1,4 +1,4 @@
-"""Texts for `redline quantize` and `redline audit`: users' files, or prompts of our own templates."""
+"""Texts for `redline quantize` and `redline audit`: from users' files, or prompts from our templates."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ from redline.draft.corpus.prompts import DOMAINS, Prompt, prompts, read_prompts
 from redline.errors import ConfigError
 from redline.quant.texts import Text
 
-OF_A_DOMAIN = 200  # prompts of our templates
-LONG_CHARACTERS = (2_000, 12_000)  # of a document among them
+OF_A_DOMAIN = 200  # prompts per domain from our templates
+LONG_CHARACTERS = (2_000, 12_000)  # length range of documents in them
 
 
 def read_texts(folder: Path, files: Sequence[Path]) -> list[Text]:
-    """Texts as the checkpoint in `folder` reads them.
+    """Texts, tokenized for the checkpoint in `folder`.
 
-    files: each a corpus that `redline draft synth` has written, whose answers alone are judged, or prompts, one JSON a
-    line with domain and messages; none: our own templates' prompts.
+    files: each a corpus written by `redline draft synth`, of which only the answers are evaluated, or prompts as JSON
+    lines with domain and messages. Empty: prompts from our templates.
 
-    Raises ConfigError where a file cannot be read, or has neither in it.
+    Raises ConfigError if a file cannot be read, or contains neither.
     """
     found: list[Text] = []
     asked: list[Prompt] = [] if files else prompts(DOMAINS, OF_A_DOMAIN, 0, LONG_CHARACTERS)
@@ -31,7 +31,7 @@ def read_texts(folder: Path, files: Sequence[Path]) -> list[Text]:
         here = [] if examples else read_prompts(path).prompts
         asked += here
         if not examples and not here:
-            raise ConfigError(f"{path}: no text in it; expected what `redline draft synth` writes, or prompts")
+            raise ConfigError(f"{path}: contains no text; expected a corpus of `redline draft synth`, or prompts")
     if asked:
         tokenizer, style = Tokenizer.open(folder), style_of(folder)
         found += [Text(one.domain, tuple(encode(conversation(one), tokenizer, style))) for one in asked]

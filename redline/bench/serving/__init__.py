@@ -1,1 +1,1 @@
-"""A load on anybody's OpenAI server, over HTTP alone, and what it shows. Nothing here reaches torch."""
+"""Load generation for any OpenAI-compatible server, over HTTP only, and its reports. Nothing here imports torch."""

@@ -1,12 +1,12 @@
-"""How many drafts hold: a server's acceptance by place and by domain, beside the golden curve.
+"""Acceptance of draft tokens on a server, by position and by domain, compared with the golden curve.
 
-A server that drafts says so in `/metrics`, under the names of vLLM, which Redline has too. They are read before and
-after each part of the load, once they stand still; the difference is that part's. Rates are unconditional: the share of
-rounds in which the first 1, 2 ... drafts all held. So one server with k drafts a round also says what 1 to k - 1 drafts
-would have brought: 1 and the sum of the first rates.
+A server with speculative decoding reports its counters in `/metrics`, under vLLM's names, which Redline uses too. The
+counters are read before and after each part of the load, once they no longer change; the difference belongs to that
+part. Rates are unconditional: the share of rounds in which the first 1, 2 ... drafts were all accepted. So one server
+with k drafts per round also shows the result of 1 to k - 1 drafts: 1 plus the sum of the first rates.
 
-Where there are no such series, an answer's `usage` may still say how many of its tokens were drafts: then the mean is
-known and nothing else. Where neither is there, nothing can be known from outside, and that is what is said.
+Without these series, an answer's `usage` may contain the number of accepted draft tokens: then only the mean is known.
+With neither, acceptance cannot be measured over HTTP, and the report states this.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ from redline.wire.base import Record
 
 Source = Literal["metrics", "usage", "unknown"]
 
-STILL_S = 0.4  # between two looks at the counters that have to be equal: longer than a scrape may be old
-PATIENCE_S = 8.0  # for counters that do not stand still: somebody else is served
-FULL = 0.97  # of the most drafts of a round: on average as many, but for those at the ends of answers
-OTHERS = 1.02  # times our own tokens: where rounds made more, somebody else's are among them
+STILL_S = 0.4  # seconds between two reads of the counters that must be equal: longer than the server may cache them
+PATIENCE_S = 8.0  # timeout in seconds for counters that keep changing, since the server has other traffic
+FULL = 0.97  # share of the maximum from which mean drafts count as full: rounds at the ends of answers have fewer
+OTHERS = 1.02  # if rounds generated more than this times our tokens, other clients' tokens are among them
 
 
 def settled(
@@ -37,9 +37,9 @@ def settled(
     clock: Callable[[], float] = clock.monotonic,
     wait: Callable[[float], object] = clock.sleep,
 ) -> Drafting | None:
-    """A server's counts once two looks at them are equal, or PATIENCE_S later; None where it has none.
+    """A server's counters once two reads are equal, or after PATIENCE_S seconds; None if it has no counters.
 
-    read: one look. clock, wait: for tests.
+    read: reads the counters once. clock, wait: for tests.
     """
     last, until = read(), clock() + PATIENCE_S
     while last is not None and clock() < until:
@@ -52,7 +52,7 @@ def settled(
 
 
 def since(before: Drafting | None, after: Drafting | None) -> Drafting | None:
-    """What was counted between two looks; None where either is missing. A server that began anew counts from 0."""
+    """The difference of two reads; None if either is missing. After a restart the server counts from 0."""
     if before is None or after is None:
         return None
     if after.drafts < before.drafts or after.tokens < before.tokens:
@@ -66,15 +66,15 @@ def since(before: Drafting | None, after: Drafting | None) -> Drafting | None:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- a part
+# ------------------------------------------------------------------------------------------------------------- parts
 
 
 class Part(Record, frozen=True):
     """A domain at one temperature on one server.
 
-    source: who says. drafts: rounds that verified drafts; draft_tokens: their drafts; accepted: of them; per_place:
-    rounds in which the draft at that place held, and all before it. tokens: of the answers, as usage has them.
-    others: tokens that its rounds made beyond those of the answers, so for somebody else.
+    source: where the counts come from. drafts: rounds that verified drafts; draft_tokens: their draft tokens; accepted:
+    accepted draft tokens; per_place: rounds in which the draft at this position and all before it were accepted.
+    tokens: output tokens of the answers, from usage. others: tokens that the rounds generated for other clients.
     """
 
     server: str
@@ -92,18 +92,18 @@ class Part(Record, frozen=True):
 
     @property
     def mean_drafts(self) -> float | None:
-        """Drafts of a round that had any."""
+        """Mean draft tokens per round with drafts."""
         return self.draft_tokens / self.drafts if self.drafts and self.draft_tokens else None
 
     @property
     def rates(self) -> list[float]:
-        """The share of rounds in which the first 1, 2 ... drafts all held."""
+        """The share of rounds in which the first 1, 2 ... drafts were all accepted."""
         return [held / self.drafts for held in self.per_place] if self.drafts else []
 
     def length(self, k: int | None = None) -> float | None:
-        """Mean tokens of a round with k drafts, the target's own among them; None: with as many as it had.
+        """Mean tokens per round with k drafts, the target's own token included. k: None: all drafts of the round.
 
-        Of usage it is over all rounds, those without drafts too. None where it cannot be known.
+        From usage, the mean covers all rounds, also those without drafts. None if it cannot be known.
         """
         if k is not None:
             return 1 + sum(self.rates[:k]) if 0 < k <= len(self.rates) else None
@@ -120,7 +120,7 @@ class Part(Record, frozen=True):
 
 
 def part(server: str, temperature: float, domain: str, answers: Sequence[Answer], counted: Drafting | None) -> Part:
-    """What a domain's answers and the server's counts meanwhile say. counted: None: the server does not count."""
+    """The figures of a domain, from its answers and the server's counters. counted: None: there are no counters."""
     good = [answer for answer in answers if failure_of(answer) is None]
     usages = [answer.usage for answer in good if answer.usage is not None]
     tokens = sum(usage.completion_tokens or 0 for usage in usages)
@@ -151,7 +151,7 @@ def part(server: str, temperature: float, domain: str, answers: Sequence[Answer]
 
 
 def together(parts: Sequence[Part], domain: str = "all") -> Part:
-    """Several domains of one server at one temperature as one, each round counting once."""
+    """Merges several domains of one server at one temperature; each round counts once."""
     places = max((len(one.per_place) for one in parts), default=0)
     first = parts[0]
     sources = {one.source for one in parts}
@@ -172,49 +172,49 @@ def together(parts: Sequence[Part], domain: str = "all") -> Part:
 
 
 def groups(parts: Sequence[Part]) -> dict[tuple[str, float], list[Part]]:
-    """Parts by server and temperature, in their order."""
+    """Groups parts by server and temperature, in order."""
     found: dict[tuple[str, float], list[Part]] = {}
     for one in parts:
         found.setdefault((one.server, one.temperature), []).append(one)
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------------- report
 
 
 def remarks(parts: Sequence[Part]) -> list[str]:
-    """What a reader of the figures must know, a sentence each."""
+    """Remarks for readers of the figures, one sentence each."""
     said: list[str] = []
     for (server, temperature), of in groups(parts).items():
         whole = together(of)
         where = f"{server} at temperature {temperature:g}"
         if whole.source == "usage":
             said.append(
-                f"{where}: /metrics has no counts of drafts. From the answers' usage the mean over all rounds "
-                "is known, those without drafts among them; places and k are not."
+                f"{where}: /metrics has no counters of drafts. The answers' usage gives only the mean over all rounds, "
+                "including those without drafts; acceptance by position and by k is unknown."
             )
         elif whole.source == "unknown":
             said.append(
-                f"{where}: neither /metrics nor the answers' usage says how many drafts held. It cannot be known from "
-                "outside. Where another port serves /metrics, name it with --metrics-url."
+                f"{where}: neither /metrics nor the answers' usage reports accepted drafts, so acceptance cannot be "
+                "measured. If another port serves /metrics, name it with --metrics-url."
             )
         elif not whole.drafts:
-            said.append(f"{where}: it counts drafts, and made none.")
+            said.append(f"{where}: the server has counters of drafts, but generated none.")
         if whole.drafts and whole.mean_drafts is not None and whole.mean_drafts < len(whole.per_place) * FULL:
             said.append(
                 f"{where}: rounds had {whole.mean_drafts:.2f} drafts on average and up to {len(whole.per_place)}. A "
-                "round with fewer counts as one in which the later places failed, so their rates, and the tokens "
-                "of larger k, are lower bounds."
+                "round with fewer drafts counts as one in which the later positions were rejected, so their rates, and "
+                "the tokens of larger k, are lower bounds."
             )
         if whole.source == "metrics" and whole.drafted_share is not None and whole.drafted_share < 0.9:
             said.append(
-                f"{where}: {whole.drafted_share:.0%} of the tokens came from rounds with drafts; the server made the "
-                "others one by one."
+                f"{where}: {whole.drafted_share:.0%} of the tokens came from rounds with drafts; the server generated "
+                "the others one by one."
             )
         if whole.others:
             said.append(
-                f"{where}: the server's rounds made {whole.others:,} tokens for somebody else meanwhile; its counts "
-                "have their drafts too."
+                f"{where}: the server generated {whole.others:,} tokens for other clients during the run; its counters "
+                "include their drafts."
             )
         if whole.failed:
             said.append(f"{where}: {whole.failed} of {whole.failed + whole.answers} requests failed.")
@@ -222,7 +222,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
 
 
 def by_k_table(whole: Part) -> Table:
-    """Acceptance by place, and mean tokens of a round by k beside the golden curve."""
+    """Acceptance by position, and mean tokens per round by k next to the golden curve."""
     rows: list[tuple[str, ...]] = []
     before = 1.0
     for k, rate in enumerate(whole.rates, start=1):
@@ -241,10 +241,10 @@ def by_k_table(whole: Part) -> Table:
         before = rate
     return Table(
         title=f"Acceptance by k: {whole.server}, temperature {whole.temperature:g}",
-        columns=("k", "first k held", "held if those before did", "tokens a round", "golden", "apart"),
+        columns=("k", "first k accepted", "accepted if those before were", "tokens per round", "golden", "apart"),
         rows=tuple(rows),
-        note="tokens a round: 1 and the sum of the first k rates, over rounds that had drafts. golden: the curve of "
-        "InferenceX for Kimi's EAGLE-3, at which its synthetic acceptance is set.",
+        note="tokens per round: 1 plus the sum of the first k rates, over rounds with drafts. golden: the curve that "
+        "InferenceX uses for its synthetic acceptance of Kimi's EAGLE-3.",
     )
 
 
@@ -258,8 +258,8 @@ def domains_table(parts: Sequence[Part]) -> Table:
             "domain",
             "answers",
             "tokens",
-            "drafts a round",
-            "tokens a round",
+            "drafts per round",
+            "tokens per round",
             *(f"k={k + 1}" for k in range(most)),
         ),
         rows=tuple(
@@ -273,12 +273,12 @@ def domains_table(parts: Sequence[Part]) -> Table:
             )
             for one in rows
         ),
-        note="tokens a round: with as many drafts as it had; k=1, 2 ...: with the first so many of them.",
+        note="tokens per round: with all drafts of the round; k=1, 2 ...: with its first k drafts.",
     )
 
 
 def accept_sections(result: Result) -> list[Section]:
-    """A page's sections from what its details hold: parts."""
+    """A page's sections, from the parts in the result's details."""
     parts = msgspec.convert(result.details["parts"], list[Part])
     sections: list[Section] = [*(Words(text=text, warning=True) for text in remarks(parts))]
     wholes = [together(of) for of in groups(parts).values()]
@@ -303,16 +303,16 @@ def _curve(wholes: Sequence[Part]) -> Plot:
         for one in wholes
     ]
     return Plot(
-        title="Tokens of a round by drafts",
-        x_label="drafts of a round, k",
-        y_label="mean tokens of a round",
+        title="Tokens per round by drafts",
+        x_label="drafts per round, k",
+        y_label="mean tokens per round",
         series=(*measured, line("golden", [1.0, *GOLDEN])),
-        note="One server's curve comes from the places of its drafts: with k drafts a round it says what fewer bring.",
+        note="A server's curve is computed from acceptance by position: a run with k drafts also shows fewer drafts.",
     )
 
 
 def figures(parts: Sequence[Part]) -> dict[str, Any]:
-    """server and temperature -> rates by place, mean tokens by k and of a round; vLLM's keys where it has them."""
+    """Server and temperature -> rates by position, mean tokens by k and per round; under vLLM's keys if they exist."""
     found: dict[str, Any] = {}
     for (server, temperature), of in groups(parts).items():
         whole = together(of)
@@ -331,7 +331,7 @@ def figures(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def by_domain(asks: Sequence[Ask]) -> Mapping[str, list[Ask]]:
-    """Asks by their name, in the order in which names first come."""
+    """Groups requests by name, in order of first appearance."""
     found: dict[str, list[Ask]] = {}
     for ask in asks:
         found.setdefault(ask.name or "all", []).append(ask)

@@ -1,9 +1,9 @@
-"""Sessions of an agent replayed: turns that build on each other, with the time that tools and users take between them.
+"""Replays agent sessions: turns that build on each other, with waits for tools and users in between.
 
-A session's next turn is asked when its wait is over, counted from the end of the answer before, as an agent would: so a
-slow server is asked later, and what is compared between servers is the latency of a turn and the time of a session less
-its waits. Either the model's own answers become the history (live), or the trace's (recorded): then every server gets
-the same texts, and a prefix cache sees the same prefixes.
+The next turn of a session is sent when its wait is over, counted from the end of the previous answer, as an agent does.
+A slow server therefore gets requests later; comparable between servers are the latency of a turn, and the time of a
+session without its waits. The history contains either the model's own answers (live) or the trace's (recorded). With
+recorded answers every server gets the same text, and a prefix cache gets the same prefixes.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ Mode = Literal["recorded", "live"]
 Watch = Callable[[int, int, int], None]  # turns ended, sessions running, turns failed
 
 
-LATE_S = 0.01  # a turn that is asked so much later than its wait ended
+LATE_S = 0.01  # a turn sent more than this many seconds after its wait ended counts as late
 
 
 class Plan(Record, frozen=True):
-    """How a trace is replayed.
+    """How to replay a trace.
 
-    users: sessions at once; a user who has ended one begins the next. rate: sessions/s begin at random times instead,
-    whoever else is there. time_scale: of every wait. deadline: seconds after which nothing more is asked or waited for.
-    extra: fields of every body.
+    users: concurrent sessions; a user starts the next session after finishing one. rate: instead, sessions/s that start
+    at random times, independent of running ones. time_scale: factor for every wait. deadline: seconds after which the
+    replay ends. extra: fields for the body of every request.
     """
 
     mode: Mode = "recorded"
@@ -51,7 +51,7 @@ class Plan(Record, frozen=True):
 
 
 class Replayed(Record, frozen=True):
-    """One turn that was asked: which session's, its number from 1 on, its answer, the seconds waited before it."""
+    """One turn that was sent: its session, its number counted from 1, its answer, the seconds waited before it."""
 
     session: str
     turn: int
@@ -60,9 +60,9 @@ class Replayed(Record, frozen=True):
 
 
 class Ended(Record, frozen=True):
-    """One session. seconds: from its first turn's sending to its last answer. waited: of them, between turns.
+    """One session. seconds: from sending its first turn to its last answer. waited: seconds of waits among them.
 
-    whole: all turns were answered. failed: a turn was not; neither: the replay was ended before.
+    whole: all turns were answered. failed: a turn failed. Neither: the replay ended first.
     """
 
     session: str
@@ -74,7 +74,7 @@ class Ended(Record, frozen=True):
 
 
 class Replay(Record, frozen=True):
-    """A trace, replayed as far as it went. began: Unix time. cut: turns that ran, or waited, when it was stopped."""
+    """A replayed trace, possibly incomplete. began: Unix time. cut: turns running or waiting when it was stopped."""
 
     began: float
     seconds: float
@@ -87,10 +87,10 @@ class Replay(Record, frozen=True):
 
 
 class Asks(Protocol):
-    """Whoever asks a server, such as a `Client`."""
+    """Sends requests to a server, such as a `Client`."""
 
     def ask(self, ask: Ask, index: int, planned: float) -> Awaitable[Answer]:
-        """The answer; a failure is an answer too."""
+        """Returns the answer; failures are reported in it."""
         ...
 
     def clock(self) -> float:
@@ -109,7 +109,7 @@ class _Replaying:
         self.lags: list[float] = []
 
     async def session(self, session: Session) -> None:
-        """Replay one session; a turn that fails ends it."""
+        """Replays one session; a failed turn ends it."""
         history: list[dict[str, Any]] = []
         first: float | None = None
         waited, wait, last = 0.0, 0.0, 0.0
@@ -131,7 +131,7 @@ class _Replaying:
                 )
                 index, self.index = self.index, self.index + 1
                 answer = await self.client.ask(ask, index=index, planned=planned)
-                # Of the request, what a file keeps is its name: the history would be held once for every turn.
+                # Results save only the request's name; keeping messages would store the history once per turn.
                 slim = msgspec.structs.replace(ask, messages=None, tools=None, text="")
                 self.turns.append(
                     Replayed(
@@ -169,7 +169,7 @@ class _Replaying:
                 )
 
     async def users(self, sessions: Sequence[Session], users: int) -> None:
-        """Each of so many users takes a session after another."""
+        """Replays sessions with `users` concurrent users; each takes one session after another."""
         left = deque(sessions)
 
         async def user() -> None:
@@ -181,7 +181,7 @@ class _Replaying:
                 group.create_task(user())
 
     async def arrivals(self, sessions: Sequence[Session], rate: float) -> None:
-        """Sessions begin as a Poisson process."""
+        """Starts sessions as a Poisson process."""
         draw = random.Random(self.plan.seed)
         at = self.client.clock()
         async with asyncio.TaskGroup() as group:
@@ -192,9 +192,9 @@ class _Replaying:
 
 
 async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: Watch | None = None) -> Replay:
-    """Replay the sessions. watch: called after every turn with turns ended, sessions running, turns failed.
+    """Replays the sessions. watch: called after every turn with (turns finished, sessions running, turns failed).
 
-    Cancelled, it returns what has been answered until then, as stopped.
+    If cancelled, it returns the answers so far, with `stopped` set.
     """
     work = _Replaying(client, plan, watch or _unwatched)
     began, start, processor = clock.now(), client.clock(), clock.process_time()
@@ -221,7 +221,7 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
 
 
 def _generator(cpu_share: float, lags: Sequence[float]) -> GeneratorLoad:
-    """lags: how late each wait between turns ended, seconds."""
+    """lags: seconds by which each wait between turns ended late."""
     p50, p99 = (_at(lags, p) or 0.0 for p in (50, 99))
     late = sum(lag > LATE_S for lag in lags)
     return GeneratorLoad(
@@ -230,14 +230,15 @@ def _generator(cpu_share: float, lags: Sequence[float]) -> GeneratorLoad:
 
 
 def _unwatched(done: int, running: int, failed: int) -> None:
-    """Takes the news of a replay that nobody watches."""
+    """The default `watch`: does nothing."""
 
 
 def said(answer: Answer) -> dict[str, Any]:
-    """An answer as the history's next message.
+    """The answer as the next message of the history.
 
-    A call whose arguments are no JSON object is left out: a template of the next turn could fail on it. Thinking goes
-    along with calls, as models that think between calls need it, and is dropped from other answers.
+    A tool call with arguments other than a JSON object is left out: the chat template could fail on it in the next
+    turn. Thinking is kept with tool calls, since models that think between calls need it, and dropped from other
+    answers.
     """
     calls = [
         {
@@ -257,10 +258,10 @@ def said(answer: Answer) -> dict[str, Any]:
 
 
 def fitted(messages: Sequence[dict[str, Any]], history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A turn's messages as they fit the last answer: tool results take the ids of the calls that it made, in order.
+    """Fits a turn's messages to the last answer: tool results get the ids of its tool calls, in order.
 
-    A live model may have called fewer tools than the trace's; the results beyond are told as a user's message. Calls
-    that no result answers are answered by an empty one, since servers refuse a history with open calls.
+    A live model may make fewer calls than the trace; further results are sent as user messages. A call without a result
+    gets an empty one, since servers reject a history with unanswered calls.
     """
     calls: list[dict[str, Any]] = list(history[-1].get("tool_calls") or ()) if history else []
     open_ids = [str(call["id"]) for call in calls]
@@ -295,11 +296,11 @@ def _is_object(text: str) -> bool:
 
 
 def figures(replay: Replay) -> dict[str, Any]:
-    """What a replay amounts to; times are ms or s, as the key says; None where nothing has such a figure.
+    """The figures of a replay. Times are in ms or s, by the key's suffix; None if no turn has the figure.
 
-    interactivity_e2e_p90: the 90th percentile of r = E2EL / output tokens over all turns, inverted: tokens/s of one
-    user, the prompt's time included, as InferenceX AgentX has it. cache_hit_share: prompt tokens from the server's
-    cache over all prompt tokens of answers that say so. uncounted: answers whose events were taken for their tokens.
+    interactivity_e2e_p90: 1 / the 90th percentile of E2EL / output tokens over all turns: tokens/s of one user,
+    including prefill, as defined by InferenceX AgentX. cache_hit_share: cached prompt tokens / all prompt tokens, over
+    answers with both counts in their usage. uncounted: answers in which each event was counted as one token.
     """
     answers = [one.answer for one in replay.turns]
     good = [answer for answer in answers if failure_of(answer) is None]
@@ -344,7 +345,7 @@ def interactivity(answers: Sequence[Answer]) -> float | None:
 
 
 def hit_share(answers: Sequence[Answer]) -> float | None:
-    """Prompt tokens from a cache over prompt tokens, of the answers whose server says both; None where none does."""
+    """Cached prompt tokens / prompt tokens, over answers with both counts in their usage; None if there are none."""
     cached = prompts = 0
     for answer in answers:
         usage = answer.usage
@@ -358,11 +359,11 @@ def _at(values: Sequence[float], percentile: float, scale: float = 1.0) -> float
     return float(np.percentile(values, percentile)) * scale if values else None
 
 
-# ------------------------------------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------------------------------------------- report
 
 
 class Row(Record, frozen=True):
-    """What the sections know of one turn beside its answer, which is that of the same place."""
+    """One turn without its answer, which has the same index among the result's answers."""
 
     session: str
     turn: int
@@ -370,7 +371,7 @@ class Row(Record, frozen=True):
 
 
 def details_of(replay: Replay) -> dict[str, Any]:
-    """What a result keeps beside its answers."""
+    """The details that a result saves in addition to its answers."""
     return {
         "turns": [Row(session=one.session, turn=one.turn, waited=one.waited) for one in replay.turns],
         "sessions": replay.sessions,
@@ -385,8 +386,8 @@ def agentic_sections(result: Result) -> list[Section]:
     pairs = [(row, one) for row, one in zip(rows, result.answers, strict=True) if failure_of(one) is None]
     found: list[Section] = [Words(text=note) for note in result.notes]
     if result.stopped or result.details.get("out_of_time"):
-        why = "The run was stopped" if result.stopped else "The time was over"
-        text = f"{why}: {result.figures['cut']} turns that ran then are not counted."
+        why = "The run was stopped" if result.stopped else "The deadline was reached"
+        text = f"{why}: {result.figures['cut']} unfinished turns are not counted."
         found.append(Words(text=text, warning=result.stopped))
     if result.generator is not None:
         found.append(generator_remark(result.generator, result.answers))
@@ -400,14 +401,14 @@ def agentic_sections(result: Result) -> list[Section]:
     failed = [one for one in result.answers if failure_of(one) is not None]
     if failed:
         lines = tuple((one.ask.name, str(one.index), failure_of(one) or "", error_of(one)) for one in failed[:20])
-        note = f"{len(failed)} in all; a turn that fails ends its session."
+        note = f"{len(failed)} in total; a failed turn ends its session."
         columns = ("session", "request", "kind", "what happened")
         found.append(Table(title="Failures", columns=columns, rows=lines, note=note))
     return found + _plots(pairs, sessions)
 
 
 def _groups(pairs: Sequence[tuple[Row, Answer]]) -> list[tuple[int, int]]:
-    """Turns 1, 2, 3, 4, then groups that double: 5 to 8, 9 to 16 and so on, as far as there are any."""
+    """Turns 1, 2, 3, 4, then groups that double: 5 to 8, 9 to 16 and so on, up to the last turn."""
     most = max(row.turn for row, _ in pairs)
     groups = [(turn, turn) for turn in range(1, min(4, most) + 1)]
     low = 5
@@ -419,7 +420,7 @@ def _groups(pairs: Sequence[tuple[Row, Answer]]) -> list[tuple[int, int]]:
 
 
 def by_context(answers: Sequence[Answer]) -> list[tuple[str, list[Answer]]]:
-    """Answers by the power of two below which their prompt's tokens are, with the range in words."""
+    """Groups answers by prompt tokens, rounded up to a power of two; each group has its range as a name."""
     groups: dict[int, list[Answer]] = {}
     for answer in answers:
         groups.setdefault(max(0, math.ceil(math.log2(max(1, input_tokens(answer))))), []).append(answer)
@@ -430,26 +431,26 @@ def _totals(found: dict[str, Any]) -> Table:
     shown = (
         ("turns answered", "completed", ",.0f"),
         ("turns failed", "failed", ",.0f"),
-        ("sessions whole", "sessions_completed", ",.0f"),
-        ("sessions that a failed turn ended", "sessions_failed", ",.0f"),
+        ("sessions completed", "sessions_completed", ",.0f"),
+        ("sessions ended by a failed turn", "sessions_failed", ",.0f"),
         ("seconds", "duration", ",.1f"),
         ("output tokens/s", "output_throughput", ",.1f"),
         ("prompt tokens", "total_input_tokens", ",.0f"),
         ("of them from the server's cache", "cache_hit_share", ".1%"),
         ("output tokens", "total_output_tokens", ",.0f"),
-        ("E2E-normalised interactivity (P90), tokens/s a user", "interactivity_e2e_p90", ",.2f"),
+        ("E2E-normalised interactivity (P90), tokens/s per user", "interactivity_e2e_p90", ",.2f"),
         ("TTFT p50, ms", "p50_ttft_ms", ",.1f"),
         ("TTFT p90, ms", "p90_ttft_ms", ",.1f"),
         ("TPOT p50, ms", "p50_tpot_ms", ",.2f"),
         ("E2EL of a turn p50, ms", "p50_e2el_ms", ",.0f"),
         ("session p50, s", "p50_session_s", ",.1f"),
-        ("session less its waits p50, s", "p50_session_less_waits_s", ",.1f"),
-        ("session less its waits p90, s", "p90_session_less_waits_s", ",.1f"),
+        ("session without waits p50, s", "p50_session_less_waits_s", ",.1f"),
+        ("session without waits p90, s", "p90_session_less_waits_s", ",.1f"),
     )
     rows = tuple((words, format(found[key], shape)) for words, key, shape in shown if found.get(key) is not None)
     note = "Interactivity: 1 / the 90th percentile of a turn's E2EL per output token, as InferenceX AgentX plots it."
     if found.get("cache_hit_share") is None:
-        note += " The server does not say what came from its cache."
+        note += " The server does not report cached tokens."
     return Table(title="Sessions replayed", columns=("", "value"), rows=rows, note=note)
 
 
@@ -471,7 +472,7 @@ def _by(title: str, what: str, groups: Sequence[tuple[str, Sequence[Answer]]]) -
                 "-" if user is None else f"{user:,.2f}",
             )
         )
-    columns = (what, "turns", "prompt tokens", "from cache", "TTFT p50, ms", "TTFT p90, ms", "tokens/s a user, P90")
+    columns = (what, "turns", "prompt tokens", "from cache", "TTFT p50, ms", "TTFT p90, ms", "tokens/s per user, P90")
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
@@ -493,9 +494,9 @@ def _plots(pairs: Sequence[tuple[Row, Answer]], sessions: Sequence[Ended]) -> li
         series = Series(name="sessions", x=tuple(times), y=share, style="steps")
         found.append(
             Plot(
-                title="How long sessions took, less their waits",
+                title="Session time without waits",
                 x_label="seconds",
-                y_label="share of sessions that took at most so long",
+                y_label="share of sessions that took at most this time",
                 series=(series,),
             )
         )

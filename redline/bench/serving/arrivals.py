@@ -1,9 +1,9 @@
-"""When each request of an open load is planned to be sent.
+"""Planned arrival times of the requests of an open load.
 
-The times between two requests are drawn from a gamma distribution, whose shape is the burstiness and whose mean is one
-over the rate. What a few hundred draws add up to lies some per cent beside what the rate asks for, so they are all
-scaled by one factor until the last request is planned at count / rate, as `vllm bench serve` does: two runs of one rate
-then differ in the spacing and not in the load. A ramp's rate changes with each request, and its times stay as drawn.
+The times between requests are drawn from a gamma distribution, with the burstiness as its shape and 1 / rate as its
+mean. The sum of a few hundred draws differs from the target by some per cent, so all times are scaled by one factor
+that puts the last request at count / rate, as in `vllm bench serve`: two runs at one rate then differ in spacing, not
+in load. A ramp's rate changes with each request, and its times stay as drawn.
 """
 
 import math
@@ -15,10 +15,10 @@ from redline.errors import ConfigError
 
 
 def planned(count: int, pace: Pace) -> list[float] | None:
-    """Planned times of `count` requests, seconds from the run's beginning, rising; None where no schedule is asked for.
+    """Planned times of `count` requests, in seconds from the start of the run, rising; None without a schedule.
 
-    Without a schedule (an infinite rate and no ramp) a request is due when a place is free. The same seed gives the
-    same times. Raises ConfigError for a pace that cannot be kept.
+    Without a schedule (an infinite rate and no ramp) a request is sent as soon as max_concurrency allows. The same seed
+    gives the same times. Raises ConfigError for an invalid pace.
     """
     check(pace)
     if pace.ramp is None and math.isinf(pace.rate):
@@ -33,28 +33,28 @@ def planned(count: int, pace: Pace) -> list[float] | None:
 
 
 def check(pace: Pace) -> None:
-    """Raises ConfigError, naming the flag, where a pace cannot be kept."""
+    """Raises ConfigError, naming the flag, for an invalid pace."""
     if not pace.rate > 0:
-        raise ConfigError(f"--request-rate {pace.rate:g}: it has to be above 0, or inf")
+        raise ConfigError(f"--request-rate {pace.rate:g}: must be above 0, or inf")
     if not pace.burstiness > 0:
-        raise ConfigError(f"--burstiness {pace.burstiness:g}: it has to be above 0; 1 is a Poisson process")
+        raise ConfigError(f"--burstiness {pace.burstiness:g}: must be above 0; 1 is a Poisson process")
     if pace.max_concurrency is not None and pace.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency {pace.max_concurrency}: it has to be 1 or more")
+        raise ConfigError(f"--max-concurrency {pace.max_concurrency}: must be at least 1")
     if pace.warmups < 0:
-        raise ConfigError(f"--num-warmups {pace.warmups}: it cannot be negative")
+        raise ConfigError(f"--num-warmups {pace.warmups}: must not be negative")
     if pace.deadline is not None and not pace.deadline > 0:
-        raise ConfigError(f"the deadline of {pace.deadline:g} s: it has to be above 0")
+        raise ConfigError(f"the deadline of {pace.deadline:g} s: must be above 0")
     ramp = pace.ramp
     if ramp is None:
         return
     if ramp.strategy not in ("linear", "exponential"):
-        raise ConfigError(f"--ramp-up-strategy {ramp.strategy!r}: it is linear or exponential")
+        raise ConfigError(f"--ramp-up-strategy {ramp.strategy!r}: must be linear or exponential")
     if not (0 < ramp.start < math.inf and 0 < ramp.end < math.inf):
-        raise ConfigError(f"a ramp from {ramp.start:g} to {ramp.end:g} requests/s: both have to be above 0 and finite")
+        raise ConfigError(f"a ramp from {ramp.start:g} to {ramp.end:g} requests/s: both must be above 0 and finite")
 
 
 def _rate(place: int, count: int, pace: Pace) -> float:
-    """Requests/s when the request at `place` is due."""
+    """Requests/s at the time of request number `place`."""
     ramp = pace.ramp
     if ramp is None:
         return pace.rate

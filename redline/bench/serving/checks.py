@@ -1,7 +1,7 @@
-"""Whether a server counts what it sends: its usage against the stream that came with it, and against the request.
+"""Checks a server's token counts: its usage against the stream of the same answer, and against the request.
 
-A server's token counts are what throughput, TPOT and bills are made of, and it alone knows its tokens. So nothing here
-is an equation where tokenisation may be to blame: each check has a tolerance, and its comment says what explains it.
+Throughput, TPOT and bills are computed from a server's token counts, and only the server knows its tokens. A check that
+tokenisation can affect therefore has a tolerance, and a comment that explains it.
 """
 
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from redline.wire.base import Record
 
 Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tokens", "cached tokens", "length"]
 
-# Tokens that are counted and carry no text: the end of a turn, the two ends of the thinking, and of a call its
-# beginning, its name's end, the arguments' beginning and end, and those of the section around all calls.
+# Counted tokens without text: the end of a turn; start and end of the thinking; and for a tool call its start, the end
+# of its name, start and end of its arguments, and those of the section around all calls.
 END, THINKING, CALL = 1, 2, 6
-# Of a chat: the tokens of a template around a message, and those that open the answer.
+# Tokens of a chat template: around each message, and at the start of the answer.
 TEMPLATE, MESSAGE = 64, 16
-# A model may sample other tokens than the encoder would choose: more of them where it says over and over what the
-# encoder would merge, fewer where its tokens lie across the words into which the encoder cuts first. In one answer,
-# gibberish above all, either may be by half; in many answers together a tenth is much.
+# A model may sample other tokens than the encoder would choose: more tokens, if it repeats pieces that the encoder
+# would merge; fewer, if a token spans words that the encoder splits first. In one answer, above all in gibberish, the
+# counts may differ by half; over many answers together a tenth is a large difference.
 OFF_IN_ONE, OFF_IN_ALL = 2, 10
-LOST = "\ufffd"  # stands for bytes that made no character: how many tokens they were is lost
+LOST = "\ufffd"  # replaces invalid UTF-8, of which the number of tokens is unknown
 
 
 class Mismatch(Record, frozen=True):
-    """One thing that does not add up in one answer, in words. said: by the server. seen: by us, what was counted.
+    """One inconsistency in an answer, described by `text`. said: the server's count. seen: our count.
 
-    index: of the request; None: of all answers together.
+    index: of the request; None: over all answers together.
     """
 
     index: int | None
@@ -39,16 +39,16 @@ class Mismatch(Record, frozen=True):
 
 
 class Range(NamedTuple):
-    """Counts that tokenisation explains, both ends included."""
+    """The range of counts that tokenisation can explain, both ends included."""
 
     least: int
     most: int
 
 
 def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]:
-    """What of an answer's usage does not fit its stream, its text or its request; nothing of a failed answer.
+    """The mismatches of an answer's usage with its stream, its text or its request; none for a failed answer.
 
-    counts: encodes with the model's own vocabulary; without it text is not encoded anew.
+    counts: encodes with the model's own vocabulary; without it, the text is not checked.
     """
     if failure_of(answer) is not None:
         return []
@@ -66,17 +66,17 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
     tokens = [chunk.tokens for chunk in answer.chunks]
     if all(count is not None for count in tokens):
         total = sum(count or 0 for count in tokens)
-        text = f"usage says {said} output tokens, the events carried {total}"
+        text = f"usage reports {said} output tokens, the events contained {total}"
         expect("output tokens", said, total, Range(total, total + silent), text)
     else:
-        # One token may become two events, where it ends the thinking and begins the answer, or in a call.
+        # One token may become two events, if it ends the thinking and starts the answer, or in a tool call.
         events = sum(chunk.kind != "tool" for chunk in answer.chunks)
-        text = f"usage says {said} output tokens, and {events} events carried text"
+        text = f"usage reports {said} output tokens, but {events} events contained text"
         expect("output tokens", said, events, Range(events - THINKING, max(said, events)), text)
     asked = answer.ask.max_tokens
-    expect("length", said, asked, Range(0, asked), f"{said} output tokens, though {asked} was the most asked for")
+    expect("length", said, asked, Range(0, asked), f"{said} output tokens, but max_tokens was {asked}")
     if answer.finish == "length":
-        # The context's end is another reason; whoever runs a benchmark at that end wants to know it.
+        # The end of the context is another reason; a benchmark that reaches it should report it.
         text = f"finish_reason is length after {said} of {asked} tokens"
         expect("length", said, asked, Range(asked, max(said, asked)), text)
     if counts is not None:
@@ -84,7 +84,7 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
     if usage.prompt_tokens is not None:
         found += _prompt_checks(answer, usage.prompt_tokens)
         if usage.cached_tokens is not None:
-            text = f"{usage.cached_tokens} tokens came from a cache, of a prompt of {usage.prompt_tokens}"
+            text = f"usage reports {usage.cached_tokens} cached tokens for a prompt of {usage.prompt_tokens}"
             expect("cached tokens", usage.cached_tokens, usage.prompt_tokens, Range(0, usage.prompt_tokens), text)
     if usage.reasoning_tokens is not None:
         found += _thinking_checks(answer, usage.reasoning_tokens, said, counts)
@@ -92,18 +92,18 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
 
 
 def mismatches(answers: Sequence[Answer], counts: Counts | None = None) -> list[Mismatch]:
-    """`usage_checks` of all answers, in their order, and what shows only in all of them together."""
+    """`usage_checks` of all answers, in order, then the check over all answers together."""
     found = [mismatch for answer in answers for mismatch in usage_checks(answer, counts)]
     return found if counts is None else found + _whole_text_checks(answers, counts)
 
 
 def _text_range(text: str, seen: int, silent: int, share: int) -> Range:
     off = max(8, seen // share)
-    return Range(seen - off, min(seen + off, len(text.encode())) + silent)  # each token is a byte at least
+    return Range(seen - off, min(seen + off, len(text.encode())) + silent)  # each token has at least one byte
 
 
 def _silent(answer: Answer) -> int:
-    """Tokens of an answer that may be counted without text; any number where the end of its turn was to be ignored."""
+    """Maximum tokens of an answer that may be counted without text; with ignore_eos, max_tokens."""
     if answer.ask.extra.get("ignore_eos"):
         return answer.ask.max_tokens
     return END + (THINKING if answer.thinking else 0) + CALL * len(answer.calls)
@@ -117,7 +117,7 @@ def _text_checks(answer: Answer, said: int, counts: Counts) -> list[Mismatch]:
     allowed = _text_range(text, seen, _silent(answer), OFF_IN_ONE)
     if allowed.least <= said <= allowed.most:
         return []
-    return [_mismatch(answer, "text", said, seen, f"usage says {said} output tokens, its text encodes to {seen}")]
+    return [_mismatch(answer, "text", said, seen, f"usage reports {said} output tokens, its text encodes to {seen}")]
 
 
 def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismatch]:
@@ -133,7 +133,7 @@ def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismat
     allowed = _text_range("".join(whole), seen, silent, OFF_IN_ALL)
     if allowed.least <= said <= allowed.most:
         return []
-    text = f"usage says {said:,} output tokens in all, their texts encode to {seen:,}"
+    text = f"usage reports {said:,} output tokens in total, their texts encode to {seen:,}"
     return [Mismatch(index=None, check="text", said=said, seen=seen, text=text)]
 
 
@@ -142,24 +142,24 @@ def _prompt_checks(answer: Answer, said: int) -> list[Mismatch]:
     if ask.prompt_tokens is None:
         return []
     if ask.ids is not None:
-        allowed = Range(ask.prompt_tokens, ask.prompt_tokens + 1)  # a token that begins every text
+        allowed = Range(ask.prompt_tokens, ask.prompt_tokens + 1)  # a token that starts every text
     elif ask.text is not None:
-        slack = max(1, ask.prompt_tokens // 50)  # ids that became text and ids again
+        slack = max(1, ask.prompt_tokens // 50)  # decoding ids to text and encoding it again may change their number
         allowed = Range(ask.prompt_tokens - slack, ask.prompt_tokens + slack + 1)
     elif ask.tools:
-        return []  # how a template writes tools is the server's own
+        return []  # the server's template decides how tools are written
     else:
         around = TEMPLATE + MESSAGE * len(ask.messages or ())
         allowed = Range(ask.prompt_tokens - max(1, ask.prompt_tokens // 50), ask.prompt_tokens * 51 // 50 + around)
     if allowed.least <= said <= allowed.most:
         return []
-    text = f"usage says {said} prompt tokens, the tokenizer counts {ask.prompt_tokens}"
+    text = f"usage reports {said} prompt tokens, the tokenizer counts {ask.prompt_tokens}"
     return [_mismatch(answer, "prompt tokens", said, ask.prompt_tokens, text)]
 
 
 def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | None) -> list[Mismatch]:
     if said > whole:
-        text = f"{said} thinking tokens of {whole} output tokens"
+        text = f"usage reports {said} thinking tokens of {whole} output tokens"
         return [_mismatch(answer, "thinking tokens", said, whole, text)]
     tokens = [chunk.tokens for chunk in answer.chunks if chunk.kind == "thinking"]
     if tokens and all(count is not None for count in tokens):
@@ -174,8 +174,8 @@ def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | Non
         return []
     if allowed is None or allowed.least <= said <= allowed.most:
         return []
-    came = f"what came of it is {seen}" if answer.thinking else "none of it came"
-    return [_mismatch(answer, "thinking tokens", said, seen, f"usage says {said} thinking tokens, {came}")]
+    came = f"the stream contained {seen}" if answer.thinking else "the stream contained none"
+    return [_mismatch(answer, "thinking tokens", said, seen, f"usage reports {said} thinking tokens, {came}")]
 
 
 def _mismatch(answer: Answer, check: Check, said: int | None, seen: int | None, text: str) -> Mismatch:

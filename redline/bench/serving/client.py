@@ -1,11 +1,11 @@
-"""Asks an OpenAI server and notes what came back and when, without ever waiting for it without end.
+"""Sends requests to an OpenAI server and records the answers with their times. Every wait has a timeout.
 
-A connection is opened before its request is due wherever that can be foreseen, and is kept for the next. So the time
-to connect is no part of what is measured from `Answer.sent` on; `vllm bench serve` has it in its TTFT, and who wants
-its figure measures from `Answer.taken`.
+A connection is opened before its request is due, if that can be predicted, and is reused for the next request. Times
+measured from `Answer.sent` therefore exclude connecting; `vllm bench serve` includes it in TTFT, which corresponds to
+measuring from `Answer.taken`.
 
-An answer is whole when its stream has said `[DONE]` or named a finish_reason. One that ends without either is
-"malformed" where HTTP says that the body is whole, and "dropped" where the connection just ended.
+An answer is complete if its stream contained `[DONE]` or a finish_reason. An answer that ends without either is
+"malformed" if the HTTP body is complete, and "dropped" if the connection was closed.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from redline.bench.serving.records import Answer, Ask, Chunk, Failure, Usage
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 
-BODY_BYTES = 1 << 20  # of an error, or of an answer that is no stream, at most
-AT_ONCE = 64  # connections that are being opened
-AFTER_DONE_S = 1.0  # how long the end of a body is waited for once the stream has said [DONE]
+BODY_BYTES = 1 << 20  # maximum size of an error, or of an answer that is not a stream
+AT_ONCE = 64  # connections opened concurrently
+AFTER_DONE_S = 1.0  # timeout in seconds for the end of the body after [DONE]
 
 
 class _Exchange:
-    """One request on its way: a connection's receiver that becomes an `Answer`."""
+    """One request in progress: the receiver of its connection, which becomes an `Answer`."""
 
     def __init__(self, client: "Client", ask: Ask, index: int, planned: float) -> None:
         self.client, self.ask, self.index, self.planned = client, ask, index, planned
@@ -49,29 +49,29 @@ class _Exchange:
         self.chunks: list[Chunk] = []
         self.texts: list[str] = []
         self.thinking: list[str] = []
-        self.calls: dict[int, list[Any]] = {}  # id, name, parts of the arguments
+        self.calls: dict[int, list[Any]] = {}  # by index: id, name, parts of the arguments
         self.usage: Usage | None = None
         self.finish: str | None = None
         self.said_done = False
         self.failure: Failure | None = None
         self.error: str | None = None
-        self.kept = False  # the connection had stood for some time: the server may have closed it meanwhile
-        self.retry = False  # it had
-        self.plain = False  # the body is wanted as it is
-        self.marked = False  # the body's end is marked, by a length or chunks
+        self.kept = False  # the connection was idle before: the server may have closed it
+        self.retry = False  # the server had closed the idle connection
+        self.plain = False  # return the body unparsed
+        self.marked = False  # the end of the body is marked, by a length or by chunked encoding
         self.connection: Connection | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
 
     def send(self, request: bytes, connection: Connection, *, kept: bool) -> None:
-        """Begins, or begins again, on this connection."""
+        """Starts or restarts the request on this connection."""
         self.retry, self.kept, self.connection = False, kept, connection
         self.connected = self.taken if kept else connection.opened
         self.sent = self.last_at = connection.send(request, self)
         self._wait()
 
     def _wait(self) -> None:
-        # One timer, which looks when it fires at what has come since: to set one at every read would cost too much.
+        # One timer, which checks for reads since it was set: setting a timer at every read would cost too much.
         self._timer = None
         if self.done.done() or self.sent is None:
             return
@@ -79,9 +79,9 @@ class _Exchange:
         if self.said_done:
             due, why = self.last_at + AFTER_DONE_S, ""
         elif self.first_at is None:
-            due, why = self.sent + patience.first, f"nothing of the answer came within {patience.first:g} s"
+            due, why = self.sent + patience.first, f"no token within {patience.first:g} s"
         else:
-            due, why = self.last_at + patience.silence, f"the stream was silent for {patience.silence:g} s"
+            due, why = self.last_at + patience.silence, f"no data on the stream for {patience.silence:g} s"
         if self.taken + patience.whole < due:
             due, why = self.taken + patience.whole, f"the answer did not end within {patience.whole:g} s"
         if now < due:
@@ -97,7 +97,7 @@ class _Exchange:
         self._wait()
 
     def head(self, status: int, headers: dict[str, str], at: float) -> None:
-        """From the connection."""
+        """Called by the connection."""
         self.head_at = self.last_at = at
         self.status = status
         self.where = headers.get("location", "")
@@ -106,15 +106,15 @@ class _Exchange:
             self.events = Events()
 
     def data(self, data: bytes, at: float) -> None:
-        """From the connection."""
+        """Called by the connection."""
         self.last_at = at
         if self.events is None:
             self.body += data
             if self.status != 200 or not self.body.startswith((b"data:", b": ")):
                 if len(self.body) > BODY_BYTES:
-                    self.conclude("malformed", f"a body that is no stream has more than {BODY_BYTES >> 10} KiB", at)
+                    self.conclude("malformed", f"a body that is not a stream has more than {BODY_BYTES >> 10} KiB", at)
                 return
-            self.events, data = Events(), bytes(self.body)  # a stream, though its content type does not say so
+            self.events, data = Events(), bytes(self.body)  # a stream without the content type of one
         try:
             for event in self.events.feed(data):
                 self._take(event, at)
@@ -131,7 +131,7 @@ class _Exchange:
             said = self.read(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             shown = data[:80].decode(errors="replace")
-            return self.conclude("malformed", f"what came cannot be read ({error}): {shown!r}", at)
+            return self.conclude("malformed", f"an event cannot be decoded ({error}): {shown!r}", at)
         if said.error is not None:
             return self.conclude("server", said.error, at)
         if said.finish is not None:
@@ -155,11 +155,11 @@ class _Exchange:
         self.client.chunks += 1
         if self.first_at is None:
             self.first_at = at
-            self._wait_anew()  # the next wait may end sooner than the one that the timer was set for
+            self._wait_anew()  # the timeout of the stream may end before the one of the timer
         return None
 
     def ended(self, failure: Failure | None, error: str, at: float, untouched: bool) -> None:
-        """From the connection."""
+        """Called by the connection."""
         self.connection = None
         if failure is not None:
             if self.said_done:
@@ -181,7 +181,7 @@ class _Exchange:
         if self.finish is not None or (self.said_done and self.chunks):
             self.conclude(None, None, at)
         elif self.said_done:
-            self.conclude("malformed", "the stream said [DONE] and nothing else", at)
+            self.conclude("malformed", "the stream contained [DONE] and nothing else", at)
         else:
             what = "the answer ended without [DONE] and without a finish_reason"
             self.conclude("malformed" if self.marked else "dropped", what, at)
@@ -192,7 +192,7 @@ class _Exchange:
         return f"HTTP {self.status}: {error_line(bytes(self.body))}".rstrip(": ")
 
     def conclude(self, failure: Failure | None, error: str | None, at: float) -> None:
-        """The end, once: what comes later is not looked at."""
+        """Ends the exchange; later calls have no effect."""
         if self.done.done():
             return
         self.failure, self.error, self.end = failure, error, at
@@ -202,7 +202,7 @@ class _Exchange:
         self._settle()
 
     def give_up(self, why: str) -> None:
-        """The client waits no longer."""
+        """Ends the exchange by the client's decision, as failed by the deadline."""
         if self.retry:
             self.retry, self.failure, self.error, self.end = False, "deadline", why, self.client.clock()
         else:
@@ -215,7 +215,7 @@ class _Exchange:
         self.done.set_result(None)
 
     def answer(self) -> Answer:
-        """All of it as a record."""
+        """The exchange as a record."""
         calls = [
             {"id": call, "name": name, "arguments": "".join(parts)}
             for _, (call, name, parts) in sorted(self.calls.items())
@@ -242,10 +242,10 @@ class _Exchange:
 
 
 class Client:
-    """Speaks to one target. Use it as an async context manager; leaving it closes all connections.
+    """A client for one target. Use it as an async context manager; leaving it closes all connections.
 
-    Entering asks for the model's name where the target has none. Raises ConfigError where the target's address or
-    backend is wrong, and where its model is not named and cannot be asked for. chunks: received so far, over all.
+    Entering looks up the model's name if the target has none. Raises ConfigError if the target's address or backend is
+    wrong, or if its model is neither named nor listed by the server. chunks: total number received so far.
     """
 
     def __init__(self, target: Target) -> None:
@@ -253,11 +253,11 @@ class Client:
             parts = urlsplit(target.base_url)
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise ConfigError(f"{target.base_url!r} is no server's address: {error}") from None
+            raise ConfigError(f"{target.base_url!r} is not a server address: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{target.base_url!r} is no server's address, such as http://127.0.0.1:8000")
+            raise ConfigError(f"{target.base_url!r} is not a server address such as http://127.0.0.1:8000")
         if target.backend not in BACKENDS:
-            raise ConfigError(f"--backend {target.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
+            raise ConfigError(f"--backend {target.backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
         self.target = target
         self.dialect = BACKENDS[target.backend]
         self.chunks = 0
@@ -291,33 +291,33 @@ class Client:
         await asyncio.gather(*self._opening, return_exceptions=True)
         for connection in list(self._all):
             connection.close()
-        await asyncio.sleep(0)  # transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the next iteration of the event loop
 
     def clock(self) -> float:
-        """Seconds since the run began: since this client was made, or `begin` was called."""
+        """Seconds since the run began: since the constructor, or the last call of `begin`."""
         return clock.perf_counter() - self._origin
 
     def begin(self) -> None:
-        """The run begins now; what `clock` has given until now means nothing any more."""
+        """Starts the run: resets `clock` to 0."""
         self._origin = clock.perf_counter()
 
     @property
     def running(self) -> int:
-        """Requests that are on their way."""
+        """Number of requests in progress."""
         return len(self._running)
 
     def request(self, ask: Ask) -> bytes:
-        """What is sent for an ask, head and body. Raises ConfigError where the backend cannot ask so."""
+        """The HTTP request of an ask, head and body. Raises ConfigError if the backend cannot express it."""
         try:
             body = msgspec.json.encode(self.dialect.body(ask, self.target))
         except (UnicodeEncodeError, TypeError, ValueError) as error:
-            raise ConfigError(f"a request that JSON cannot carry: {error}") from None
+            raise ConfigError(f"a request cannot be encoded as JSON: {error}") from None
         return self._request("POST", self._path(self.target.endpoint or self.dialect.path), body)
 
     async def ask(self, ask: Ask, index: int = 0, planned: float = 0.0, request: bytes | None = None) -> Answer:
-        """Sends one request now and waits for its end, which always comes. Failures are in the answer.
+        """Sends one request now and waits for its end. Failures are reported in the answer.
 
-        request: as `request` has made it; None: it is made now. Raises as that does.
+        request: the result of `request`; None: it is created now. Raises the errors of `request`.
         """
         request = self.request(ask) if request is None else request
         exchange = _Exchange(self, ask, index, planned)
@@ -325,16 +325,16 @@ class Client:
         return exchange.answer()
 
     async def get(self, path: str) -> bytes:
-        """The body of one GET, of at most 1 MiB. Raises ConfigError, naming the address, for anything but a 200."""
+        """The body of a GET, of at most 1 MiB. Raises ConfigError, naming the address, for any status but 200."""
         exchange = _Exchange(self, Ask(max_tokens=0), 0, 0.0)
         exchange.plain = True
         await self._exchange(exchange, self._request("GET", self._path(path), b""))
         if exchange.failure is not None:
-            raise ConfigError(f"{self.target.base_url} does not answer GET {path}: {exchange.error}")
+            raise ConfigError(f"{self.target.base_url}: GET {path} failed: {exchange.error}")
         return bytes(exchange.body)
 
     async def models(self) -> list[str]:
-        """The names that GET /v1/models lists. Raises ConfigError where there is no such list."""
+        """The names that GET /v1/models lists. Raises ConfigError if there is no such list."""
         body = await self.get("/v1/models")
         try:
             return [model.id for model in msgspec.json.decode(body, type=_Models).data]
@@ -342,7 +342,7 @@ class Client:
             raise ConfigError(f"{self.target.base_url} lists no models at /v1/models: {error}") from None
 
     async def ready(self, count: int) -> None:
-        """Opens connections until `count` are idle; one that cannot be opened is left to the request that needs it."""
+        """Opens connections until `count` are idle. If one cannot be opened, the request that needs it tries again."""
         places = asyncio.Semaphore(AT_ONCE)
 
         async def one() -> None:
@@ -353,12 +353,12 @@ class Client:
         await asyncio.gather(*(one() for _ in range(count - len(self._idle))))
 
     def spare(self) -> None:
-        """Begins to open a connection where none is idle, for a request that is due soon."""
+        """Starts opening a connection if none is idle, for a request that is due soon."""
         if not self._idle and not self._opening:
             self._keep_task(self.ready(1))
 
     def cut(self, why: str) -> None:
-        """Ends every request that is on its way, as failed by the deadline."""
+        """Ends every request in progress, as failed by the deadline."""
         for exchange in list(self._running):
             exchange.give_up(why)
 
@@ -386,10 +386,10 @@ class Client:
                 connection, kept = None, False
         finally:
             self._running.discard(exchange)
-            exchange.give_up("the request was given up")
+            exchange.give_up("the request was cancelled")
 
     async def _opened_for(self, exchange: _Exchange) -> Connection | None:
-        """A new connection; None where there is none, which the exchange then says."""
+        """Opens a connection. Returns None if that fails; the exchange then contains the failure."""
         opening = self._keep_task(self._open())
         try:
             await asyncio.wait((opening, exchange.done), return_when=asyncio.FIRST_COMPLETED)
@@ -435,14 +435,16 @@ class Client:
 
     def _path(self, path: str) -> str:
         path = path if path.startswith("/") else f"/{path}"
-        # Addresses are often given with the /v1 that every path of the API begins with.
+        # Addresses are often given with the /v1 prefix of the API's paths.
         if self._prefix.endswith("/v1"):
             return self._prefix.removesuffix("/v1") + path if path.startswith("/v1/") or path == "/v1" else path
         return self._prefix + path
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         if not path.isascii() or not path.isprintable() or " " in path:
-            raise ConfigError(f"the path {path!r} has signs that HTTP does not carry; see --base-url and --endpoint")
+            raise ConfigError(
+                f"the path {path!r} contains characters that HTTP does not allow; see --base-url and --endpoint"
+            )
         kind = f"Content-Length: {len(body)}\r\n" if body else ""
         return f"{method} {path} HTTP/1.1\r\n{self._head}{kind}\r\n".encode("latin-1") + body
 
@@ -456,7 +458,7 @@ class _Models(msgspec.Struct):
 
 
 def _head(host: str, target: Target) -> str:
-    """The header lines of every request. Raises ConfigError for one that HTTP cannot carry."""
+    """The header lines of every request. Raises ConfigError for a header that HTTP does not allow."""
     headers = {"Host": host, "Accept": "*/*", "User-Agent": "redline-bench", "Content-Type": "application/json"}
     if target.key:
         headers["Authorization"] = f"Bearer {target.key}"
@@ -464,5 +466,5 @@ def _head(host: str, target: Target) -> str:
     headers = {name: value for name, value in headers.items() if name.lower() not in given} | target.headers
     for name, value in headers.items():
         if not name or not (name + value).isascii() or any(sign in name + value for sign in "\r\n\0") or ":" in name:
-            raise ConfigError(f"the header {name!r} has signs that HTTP does not carry")
+            raise ConfigError(f"the header {name!r} contains characters that HTTP does not allow")
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items())

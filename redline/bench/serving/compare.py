@@ -1,9 +1,9 @@
-"""Two servers, one after the other in small turns: who is faster, by how much, and how sure that is.
+"""Compares two servers with small alternating loads: which is faster, by how much, with a confidence interval.
 
-A machine that both share, or a network, drifts: what runs second may find it warmer or busier. So the two are measured
-in blocks of four small loads, A B B A or B A A B as the seed draws, each while the other server idles. Within a block a
-steady drift adds as much to one as to the other. Both get the same requests: the first two loads of a block share
-theirs, and so do the last two. A block gives one ratio B/A of each figure, and the blocks' ratios give its interval.
+A shared machine or network drifts: the second run may find it warmer or busier. The servers are therefore measured in
+blocks of four small loads, A B B A or B A A B as drawn from the seed, each while the other server is idle. Within a
+block, a steady drift adds equally to both. Both get the same requests: the first two loads of a block share theirs, and
+so do the last two. A block gives one ratio B/A per figure, and the ratios of all blocks give the interval.
 """
 
 import math
@@ -35,13 +35,13 @@ from redline.bench.serving.target import Pace, Target
 from redline.wire.base import Record
 
 Side = Literal["A", "B"]
-COUNTS_APART = 0.01  # a difference in output tokens that must be said beside who is faster
-EVENTS_APART = 0.05  # a difference in tokens per event, from which on gaps between events say nothing of tokens
-SHOWN = 60  # characters around the first difference of two answers
+COUNTS_APART = 0.01  # relative difference in output tokens above which the report contains a warning
+EVENTS_APART = 0.05  # relative difference in tokens per event above which ITL is not comparable
+SHOWN = 60  # characters shown around the first difference of two answers
 
 
 class Figure(Record, frozen=True):
-    """One thing that is compared. scale: from its unit in seconds to the shown one. more: more of it is faster."""
+    """One compared figure. scale: from its unit in seconds to the displayed one. more: a higher value is faster."""
 
     words: str
     more: bool = False
@@ -60,9 +60,9 @@ FIGURES: dict[str, Figure] = {
 
 
 class Load(Record, frozen=True):
-    """One small load of a block. figures: by a name of FIGURES, seconds or tokens/s; only those that there are.
+    """One small load of a block. figures: by a name of FIGURES, in seconds or tokens/s; only those that exist.
 
-    events: of the streams, that carried text. uncounted: answers whose events were taken for their tokens.
+    events: stream events with text. uncounted: answers in which each event was counted as one token.
     """
 
     side: Side
@@ -75,9 +75,9 @@ class Load(Record, frozen=True):
 
 
 class Same(Record, frozen=True):
-    """Whether the two answer alike. pairs: answers to the same request that both gave; equal: with the same text.
+    """Whether the answers agree. pairs: requests answered by both servers; equal: pairs with the same text.
 
-    equal_counts: with as many output tokens. first: the first pair that differs, in words.
+    equal_counts: pairs with the same number of output tokens. first: a description of the first pair that differs.
     """
 
     pairs: int = 0
@@ -87,9 +87,9 @@ class Same(Record, frozen=True):
 
 
 class Plan(Record, frozen=True):
-    """How long is measured. blocks: at least. until: half the width of the interval of `figure`, as a share of it, at
-    which no more blocks are added; None: `blocks` is all. most: blocks at most. scheduled: requests have a rate, so
-    latencies count from when they were planned, and a server that falls behind cannot hide the wait.
+    """The length of the measurement. blocks: minimum number of blocks. until: stop once half the width of the interval
+    of `figure` is at most this share of it; None: stop after `blocks`. most: maximum number of blocks. scheduled:
+    requests have a rate, so latencies count from the planned time, and a slow server cannot hide the wait.
     """
 
     blocks: int
@@ -101,9 +101,9 @@ class Plan(Record, frozen=True):
 
 
 class Compared(Record, frozen=True):
-    """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one.
+    """Completed blocks, each of four loads in the order of their runs. stopped: Ctrl-C interrupted the next block.
 
-    generator: the worst of all loads, of lag_p50 the median; None: no load ended.
+    generator: the worst values of all loads; lag_p50: their median. None: no load was completed.
     """
 
     blocks: tuple[tuple[Load, ...], ...]
@@ -123,9 +123,9 @@ def compare(
     tell: Callable[[int], None],
     counts: Counts | None = None,
 ) -> Compared:
-    """Measure block by block. put: puts a load on one side. asks: the requests of a pair of loads, by its number.
+    """Measures block by block. put: runs a load on one server. asks: the requests of a pair of loads, by its number.
 
-    tell: called after every block with how many there are. counts: who counts text, where a server says nothing.
+    tell: called after every block with the number of blocks. counts: counts tokens if a server does not report them.
     """
     draw = random.Random(plan.seed)
     blocks: list[tuple[Load, ...]] = []
@@ -163,7 +163,7 @@ def _block(
     same: Same,
     counts: Counts | None,
 ) -> _Block | None:
-    """The next block; None where it was stopped. before: how many there are. same: what was found alike until now."""
+    """Measures the next block; None if it was stopped. before: completed blocks. same: agreement of answers so far."""
     loads: list[Load] = []
     answers: list[Answer] = []
     generators: list[GeneratorLoad] = []
@@ -195,14 +195,14 @@ def _worst(generators: Sequence[GeneratorLoad]) -> GeneratorLoad | None:
 
 
 def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
-    """Whether no further block is needed, or allowed. It looks at how narrow the interval is, never at who is ahead."""
+    """Whether no further block is needed, or allowed. Depends on the width of the interval, not on which side leads."""
     if len(blocks) < plan.blocks or plan.until is None:
         return len(blocks) >= plan.blocks
     return len(blocks) >= plan.most or narrow(plan, blocks)
 
 
 def narrow(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
-    """Whether the interval of the plan's figure is as narrow as `until` asks."""
+    """Whether the interval of the plan's figure is within `until`."""
     found = interval(log_ratios(blocks, plan.figure), plan.seed)
     return found is not None and math.expm1((found.high - found.low) / 2) <= (plan.until or 0.0)
 
@@ -214,7 +214,7 @@ def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
 
 
 def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: bool = False) -> Load:
-    """The figures of one load: throughput of the load, medians of its requests, percentiles of all its gaps.
+    """The figures of one load: throughput, medians over requests, percentiles over all inter-token latencies.
 
     scheduled: latencies count from when requests were planned, not from when they were sent.
     """
@@ -257,7 +257,7 @@ def _named(answers: Sequence[Answer], name: str) -> list[Answer]:
 
 
 def also(same: Same, a: Sequence[Answer], b: Sequence[Answer], counts: Counts | None = None) -> Same:
-    """`same`, with the answers of two loads of the same requests, in the requests' order, counted in."""
+    """`same` plus the answers of two loads with the same requests, in the order of the requests."""
     pairs, equal, as_many, first = same.pairs, same.equal, same.equal_counts, same.first
     for one, other in zip(a, b, strict=True):
         if failure_of(one) is not None or failure_of(other) is not None:
@@ -276,14 +276,14 @@ def _difference(pair: int, a: str, b: str) -> str:
     start = max(0, place - SHOWN // 2)
     parts = (text[start : start + SHOWN] for text in (a, b))
     said = [f"{name} has {part!r}" if part else f"{name} has ended" for name, part in zip("AB", parts, strict=True)]
-    return f"pair {pair} differs from character {place + 1} on: {', '.join(said)}"
+    return f"pair {pair} differs from character {place + 1}: {', '.join(said)}"
 
 
-# --------------------------------------------------------------------------------------------------- what it amounts to
+# --------------------------------------------------------------------------------------------------- figures
 
 
 def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
-    """log(B/A) of a figure in each block; a block that lacks it on a side has none."""
+    """log(B/A) of a figure per block; blocks in which a side lacks the figure are skipped."""
     found: list[float] = []
     for block in blocks:
         logs = {
@@ -296,7 +296,7 @@ def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
 
 
 class Outcome(Record, frozen=True):
-    """One figure of both, in its unit in seconds or tokens/s (medians over loads), the ratio B/A, and the verdict."""
+    """One figure of both servers in seconds or tokens/s (medians over loads), the ratio B/A, and the verdict."""
 
     name: str
     a: float
@@ -329,7 +329,7 @@ def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
                 low=None if sure is None else math.exp(sure.low),
                 high=None if sure is None else math.exp(sure.high),
                 blocks=len(logs),
-                verdict=f"not comparable: an event has {a_event:.2f} tokens of A, {b_event:.2f} of B; see TPOT"
+                verdict=f"not comparable: A sends {a_event:.2f} tokens per event, B {b_event:.2f}; see TPOT"
                 if unlike and name.startswith("itl")
                 else verdict(figure, sure, len(logs)),
             )
@@ -338,21 +338,21 @@ def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
 
 
 def tokens_per_event(blocks: Sequence[Sequence[Load]], side: Side) -> float | None:
-    """How many tokens an event of a side's streams carries on average; None where nothing came."""
+    """Mean tokens per event in a side's streams; None if it received none."""
     loads = [one for block in blocks for one in block if one.side == side]
     events, tokens = sum(one.events for one in loads), sum(one.output_tokens for one in loads)
     return tokens / events if events and tokens else None
 
 
 def verdict(figure: Figure, sure: Interval | None, blocks: int) -> str:
-    """Who is faster in a figure, by how much, how sure. sure: of log(B/A)."""
+    """Which server is faster in a figure, by how much, and the interval. sure: the interval of log(B/A)."""
     if sure is None:
         return f"too few blocks ({blocks}, at least {LEAST} are needed)"
     if sure.low <= 0 <= sure.high:
         most = max(math.expm1(sure.high), -math.expm1(sure.low))
-        return f"no difference that this run could see (±{most:.1%})"
+        return f"no significant difference (±{most:.1%})"
     ahead = "B" if (sure.mean > 0) == figure.more else "A"
-    # As a share of the slower one's: so much more throughput, so much less time.
+    # As a share of the slower server's value: more throughput, or less time.
     sign = 1.0 if ahead == "B" else -1.0
     shares = [abs(math.expm1(sign * value)) for value in (sure.mean, sure.low, sure.high)]
     low, high = sorted(shares[1:])
@@ -379,11 +379,11 @@ def figures_of(blocks: Sequence[Sequence[Load]], same: Same, seed: int) -> dict[
     return found
 
 
-# --------------------------------------------------------------------------------------------------------- what it says
+# --------------------------------------------------------------------------------------------------------- report
 
 
 def compare_sections(result: Result) -> list[Section]:
-    """Tables, warnings and the plot of a comparison, from what its details hold: plan, blocks, same, servers."""
+    """Tables, warnings and plots of a comparison, from its details: plan, blocks, same, servers."""
     plan = msgspec.convert(result.details["plan"], Plan)
     blocks = msgspec.convert(result.details["blocks"], list[list[Load]])
     same = msgspec.convert(result.details["same"], Same)
@@ -391,7 +391,7 @@ def compare_sections(result: Result) -> list[Section]:
     servers: dict[str, str] = result.details["servers"]
     found: list[Section] = [Words(text=f"{side}: {servers[side]}") for side in ("A", "B")]
     if not blocks:
-        return [*found, Words(text="No block ended: nothing can be compared.", warning=True)]
+        return [*found, Words(text="No block was completed: there is nothing to compare.", warning=True)]
     rows = outcomes(blocks, plan.seed)
     found.append(_table(rows, blocks, plan))
     found += _warnings(result, blocks, same, greedy)
@@ -410,13 +410,11 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
     wanted = ""
     if plan.until is not None:
         reached = narrow(plan, blocks)
-        wanted = (
-            f" --until asked for ±{plan.until:.1%} of {FIGURES[plan.figure].words}: {'' if reached else 'not '}reached."
-        )
+        wanted = f" --until ±{plan.until:.1%} of {FIGURES[plan.figure].words}: {'' if reached else 'not '}reached."
     note = (
         f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 "
-        "% interval. Faster by: so much more tokens/s, or so much less time. Each interval is right for itself: of "
-        "twenty figures without a difference, one looks like one."
+        "% interval. Faster by: more tokens/s, or less time. The intervals are not corrected for multiple "
+        "comparisons: of twenty figures without a difference, on average one shows one."
     )
     columns = ("", "A", "B", "B/A", "95 %", "verdict")
     return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
@@ -425,13 +423,13 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
 def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, greedy: bool) -> list[Words]:
     found = [Words(text=note) for note in result.notes]
     if result.stopped:
-        found.append(Words(text="Stopped: the block that ran is not counted.", warning=True))
+        found.append(Words(text="Stopped: the unfinished block is not counted.", warning=True))
     figures = figures_of(blocks, same, 0)
     failed = [(side, figures[f"failed_{side.lower()}"]) for side in "AB"]
     if any(many for _, many in failed):
         said = ", ".join(f"{many:,} of {side}" for side, many in failed if many)
         first = next((error_of(one) for one in result.answers if failure_of(one) is not None), "")
-        text = f"Requests failed ({said}), so the two did not answer the same load: {first}"
+        text = f"Requests failed ({said}), so the two servers did not answer the same load: {first}"
         found.append(Words(text=text, warning=True))
     if result.generator is not None:
         found.append(generator_remark(result.generator, result.answers))
@@ -440,11 +438,13 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
         found += uncounted_remarks(unsure, f" of {side}")
     a, b = figures["output_tokens_a"], figures["output_tokens_b"]
     apart = abs(math.log(b / a)) if a and b else 0.0
-    counts = f"{same.equal_counts:,} of {same.pairs:,} answers have as many tokens on both; B/A of all tokens: "
+    counts = (
+        f"{same.equal_counts:,} of {same.pairs:,} answers have the same number of tokens on both; B/A of all tokens: "
+    )
     counts += f"{b / a:.3f}." if a else "unknown."
     if apart > COUNTS_APART:
         shorter = "B" if b < a else "A"
-        counts += f" {shorter} answers shorter, so E2EL favours it: look at TPOT and output tokens/s, or --ignore-eos."
+        counts += f" Answers of {shorter} are shorter, which favours it in E2EL: see TPOT, or use --ignore-eos."
     found.append(Words(text=counts, warning=apart > COUNTS_APART))
     if same.pairs:
         text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (
@@ -473,7 +473,7 @@ def _plot(rows: Sequence[Outcome]) -> Plot:
             ),
         ),
         marks=(Mark(text="no difference", y=1.0),),
-        note="More output tokens/s is faster; of all others less is.",
+        note="For output tokens/s higher is faster, for all others lower.",
     )
 
 
@@ -491,15 +491,15 @@ def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
 
     return Plot(
         title=f"{FIGURES[name].words.partition(',')[0]}, load by load",
-        x_label="load, in the order in which they were put on",
+        x_label="load, in the order of the runs",
         y_label=FIGURES[name].words,
         series=(series("A"), series("B")),
-        note="A drift moves both alike; the blocks cancel it.",
+        note="Drift affects both sides equally; the blocks cancel it.",
     )
 
 
 def describe(target: Target, pace: Pace) -> str:
-    """A server and how it was asked, in one line."""
+    """A server and its load, in one line."""
     streams = "1 stream" if pace.max_concurrency == 1 else f"{pace.max_concurrency} streams"
     load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else streams
     return f"{target.model or 'its model'} at {target.base_url} ({target.backend}), {load}"

@@ -1,12 +1,11 @@
 """One HTTP/1.1 connection of the load generator, and the splitting of a response's body into server-sent events.
 
-This is our own, on asyncio's Protocol and httptools' parser, for two reasons. The time of a chunk has to be that of the
-read which completed it, before anything is parsed or a task is woken: a general client gives out bodies through
-queues and coroutines, and a time taken there has the event loop's load in it. And every token costs processor time of
-the generator, which must stay far from being the limit of what it measures. What is read is parsed only in the loop's
-next turn, when every socket that was ready has been read: an engine's step gives all its streams a token at once, and
-the last of 64 would otherwise be timed after the parsing of the other 63. Redirects are not followed, since what
-would be timed then is another server.
+It uses asyncio's Protocol and httptools' parser directly, for two reasons. First, the time of a chunk must be that of
+the read which completed it, before parsing and before a task is woken: a general HTTP client passes bodies through
+queues and coroutines, so times taken there include the load of the event loop. Second, every token costs CPU time of
+the load generator, which must not limit the measurement. Data is parsed in the next iteration of the event loop, after
+every ready socket has been read: a step of the engine sends a token to all streams at once, and the last of 64 would
+otherwise be timed after the parsing of the other 63. Redirects are not followed, since another server would be timed.
 """
 
 import asyncio
@@ -20,27 +19,27 @@ import httptools
 
 from redline.bench.serving.records import Failure
 
-HEAD_BYTES = 64 << 10  # of a response's head, at most
-EVENT_BYTES = 16 << 20  # of one event, at most
+HEAD_BYTES = 64 << 10  # maximum size of a response's head
+EVENT_BYTES = 16 << 20  # maximum size of one event
 
 
 class TooLarge(Exception):
-    """What the server sends goes beyond a bound of this module; the message says which."""
+    """The response exceeds a limit of this module, which the message names."""
 
 
 class Events:
-    """Splits a stream of bytes, cut anywhere, into the data of its server-sent events.
+    """Splits a byte stream, in arbitrary pieces, into the data of its server-sent events.
 
     Lines end with LF, CRLF or CR; comments and fields other than `data` are skipped; several data lines are joined by
-    LF, as the standard has it.
+    LF, according to the standard.
     """
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        self._swallow_lf = False  # the last read ended with CR: its LF may come yet
+        self._swallow_lf = False  # the last read ended with CR: the next may start with its LF
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of each event that these bytes complete. Raises TooLarge for an event beyond EVENT_BYTES."""
+        """The data of each event that these bytes complete. Raises TooLarge for an event larger than EVENT_BYTES."""
         if self._swallow_lf or b"\r" in data:
             data = self._plain(data)
         rest = self._rest
@@ -66,7 +65,7 @@ class Events:
         return [found for piece in whole.split(b"\n\n") if (found := _data(piece)) is not None]
 
     def finish(self) -> list[bytes]:
-        """The data of an event that the stream's end has left without its empty line."""
+        """The data of a last event without its empty line, at the end of the stream."""
         found = _data(bytes(self._rest))
         self._rest.clear()
         return [] if found is None else [found]
@@ -81,7 +80,7 @@ class Events:
 
 
 def _data(piece: bytes) -> bytes | None:
-    """The joined data lines of one event without its empty line; None where it has none."""
+    """The joined data lines of one event without its empty line; None if it has no data."""
     if piece.startswith(b"data: ") and b"\n" not in piece:
         return piece[6:]
     lines = [line[5:].removeprefix(b" ") for line in piece.split(b"\n") if line.startswith(b"data:")]
@@ -89,7 +88,7 @@ def _data(piece: bytes) -> bytes | None:
 
 
 class Receiver(Protocol):
-    """Who is told what comes back for one request. at: of the read, on the connection's clock."""
+    """Receives the response to one request. at: the time of the read, on the connection's clock."""
 
     def head(self, status: int, headers: dict[str, str], at: float) -> None:
         """The response's head. headers: names in lower case."""
@@ -100,14 +99,14 @@ class Receiver(Protocol):
         ...
 
     def ended(self, failure: Failure | None, error: str, at: float, untouched: bool) -> None:
-        """The response is whole (failure None) or never will be. untouched: not one byte of it had come."""
+        """The response is complete (failure None) or has failed. untouched: no byte of it was received."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """One connection, which carries one request at a time. clock: seconds; free: called when it can carry the next.
+    """One connection, for one request at a time. clock: in seconds. free: called when it is ready for the next request.
 
-    lost: called once when it can carry no more. opened: when the connection stood.
+    lost: called once when the connection is closed. opened: the time at which it was established.
     """
 
     def __init__(
@@ -116,16 +115,16 @@ class Connection(asyncio.Protocol):
         self._clock, self._free, self._lost = clock, free, lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._file = -1  # of the socket, where bytes can be written to it as they are
+        self._file = -1  # file descriptor of the socket, if bytes can be written to it directly
         self._receiver: Receiver | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._at = 0.0
-        self._read: list[tuple[float, bytes]] = []  # not parsed yet
+        self._read: list[tuple[float, bytes]] = []  # received, not yet parsed
         self._bytes = 0
         self._headers: dict[str, str] = {}
         self._in_body = False
         self.opened = 0.0
-        self.used = False  # it has carried a request
+        self.used = False  # it has sent a request
         self.usable = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -136,7 +135,7 @@ class Connection(asyncio.Protocol):
             self._file = transport.get_extra_info("socket").fileno()
 
     def send(self, request: bytes, receiver: Receiver) -> float:
-        """Sends one request whose response `receiver` is told. Returns when its first byte was handed to the socket."""
+        """Sends a request; `receiver` gets the response. Returns the time at which its first byte was written."""
         assert self._transport is not None
         assert self._receiver is None
         self._receiver = receiver
@@ -147,8 +146,8 @@ class Connection(asyncio.Protocol):
         self.used = True
         at = self._clock()
         if self._file >= 0:
-            # uvloop's transports write at the end of the loop's turn: the first of 64 requests that are sent in one
-            # turn would wait for the 63 others. Nothing of an earlier request can be left in the transport.
+            # uvloop's transports write at the end of an event loop iteration: the first of 64 requests sent in one
+            # iteration would wait for the 63 others. The transport cannot contain bytes of an earlier request.
             with contextlib.suppress(OSError):
                 request = request[os.write(self._file, request) :]
         if request:
@@ -156,7 +155,7 @@ class Connection(asyncio.Protocol):
         return at
 
     def close(self) -> None:
-        """Closes it at once. The receiver of an unfinished response is told nothing more."""
+        """Closes the connection at once. The receiver of an unfinished response is not called again."""
         self._receiver = None
         self._close()
 
@@ -178,28 +177,28 @@ class Connection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         if self._receiver is None or self._parser is None:
-            return self._close()  # bytes that nobody asked for
+            return self._close()  # data without a request
         self._bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._fail("malformed", "the server answered with an upgrade of the protocol")
+            self._fail("malformed", "the server answered with a protocol upgrade")
         except httptools.HttpParserCallbackError as error:
             reason = error.__context__ or error
             if not isinstance(reason, TooLarge):
                 raise reason from None
             self._fail("malformed", str(reason))
         except httptools.HttpParserError as error:
-            self._fail("malformed", f"no valid HTTP: {error}")
+            self._fail("malformed", f"invalid HTTP: {error}")
         if not self._in_body and self._bytes > HEAD_BYTES:
             self._fail("malformed", f"the response's head has more than {HEAD_BYTES >> 10} KiB")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """From the parser: one header, or a trailer."""
+        """Called by the parser: one header, or a trailer."""
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """From the parser: the head is whole."""
+        """Called by the parser: the head is complete."""
         assert self._parser is not None
         status = self._parser.get_status_code()
         if status >= 200 and self._receiver is not None:
@@ -207,12 +206,12 @@ class Connection(asyncio.Protocol):
             self._receiver.head(status, self._headers, self._at)
 
     def on_body(self, data: bytes) -> None:
-        """From the parser: a part of the body."""
+        """Called by the parser: a part of the body."""
         if self._receiver is not None:
             self._receiver.data(data, self._at)
 
     def on_message_complete(self) -> None:
-        """From the parser: the response is whole; one of 100 to 199 only comes before it."""
+        """Called by the parser: the response is complete; one with status 100 to 199 precedes the actual one."""
         assert self._parser is not None
         if not self._in_body:
             self._headers = {}
@@ -238,7 +237,7 @@ class Connection(asyncio.Protocol):
         headers = self._headers
         unmarked = "content-length" not in headers and "chunked" not in headers.get("transfer-encoding", "").lower()
         if error is None and self._in_body and unmarked:
-            return self._end(None, "", keep=False)  # such a body ends with its connection
+            return self._end(None, "", keep=False)  # a body without a length ends with its connection
         why = f": {error}" if error else ""
         where = "within the response" if self._bytes else "before it answered"
         self._fail("dropped", f"the server closed the connection {where}{why}")
@@ -251,13 +250,13 @@ class Connection(asyncio.Protocol):
         if receiver is None or not (keep and self.usable):
             self._close()
         else:
-            self._free(self)  # before the receiver is told, who may look for a connection for the next request
+            self._free(self)  # before calling the receiver, which may need a connection for the next request
         if receiver is not None:
             receiver.ended(failure, error, self._at, self._bytes == 0)
 
 
 def tls(verify: bool) -> ssl.SSLContext:
-    """The context of https. verify: False accepts any certificate."""
+    """The TLS context. verify: False accepts any certificate."""
     context = ssl.create_default_context()
     if not verify:
         context.check_hostname = False

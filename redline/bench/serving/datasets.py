@@ -1,7 +1,7 @@
-"""What a load asks: random prompts, conversations of a file, prompt sets of ours, by the names of `vllm bench serve`.
+"""Datasets of prompts, with the names of `vllm bench serve`: random, conversations from a file, Redline's own sets.
 
 The same configuration, seed and vocabulary give the same prompts. Lengths are in tokens of the text alone: a chat
-template adds its own, which the server's usage then counts too.
+template adds tokens of its own, which the server's usage includes.
 """
 
 import gzip
@@ -25,15 +25,15 @@ from redline.wire.base import Record
 
 Name = Literal["random", "sharegpt", "custom", "prefix_repetition", "redline"]
 NAMES: tuple[str, ...] = ("random", "sharegpt", "custom", "prefix_repetition", "redline")
-# Backends that send a bare text; all others send messages.
+# Backends that send plain text; all others send messages.
 COMPLETIONS = frozenset({"openai", "openai-completions", "vllm", "sglang", "lmdeploy", "scalellm"})
 
-_OUTPUT_LEN = 256  # of a line that does not say, as in vLLM
-_UNIQUE = 8  # random words that begin a prompt: no two prompts share a page of cache beyond what they are to share
-_CHECKED = 4  # random prompts that are counted again to see that lengths add up
-_LONG = 300_000  # characters: Kimi's tokenizer cuts longer texts wherever it be, which may cost some tokens more
+_OUTPUT_LEN = 256  # tokens per answer if a line does not set output_tokens, as in vLLM
+_UNIQUE = 8  # random words at the start of a prompt, so that prompts share no more cache pages than intended
+_CHECKED = 4  # number of random prompts that are tokenized again to verify their lengths
+_LONG = 300_000  # characters: Kimi's tokenizer splits longer texts anywhere, which may add some tokens
 _SHOWN_AFTER_S = 2.0
-# Which conversations vLLM leaves out of ShareGPT, in tokens: shorter prompts or replies, longer prompts, longer in all.
+# Limits in tokens by which vLLM filters ShareGPT: least prompt or reply, most prompt, most prompt plus reply.
 _LEAST, _MOST_PROMPT, _MOST_WHOLE = 4, 1024, 2048
 _LINE_OF = {
     "sharegpt": '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
@@ -43,14 +43,14 @@ _LINE_OF = {
 
 
 class DatasetConfig(Record, frozen=True):
-    """Which prompts, how many and how long; the fields are vLLM's flags, in tokens where they are lengths.
+    """The prompts, their number and their lengths in tokens; the fields are vLLM's flags.
 
-    dataset_path: a file, or for redline also a folder of .jsonl files. random_range_ratio: r; lengths, of input and
-    output, are uniform in [L (1 - r), L (1 + r)], or in [L (1 - r), L] where random_range is "below", as in InferenceX.
-    random_prefix_len: more tokens, the same ones in front of every prompt. sharegpt_output_len: None: the reply's own.
-    custom_output_len: None: what the line says, else 256; -1: what the line says; also of the redline sets.
-    disable_shuffle: files are read in their order. no_oversample: a file with too few prompts gives those it has.
-    backend: whether a prompt is a text (`COMPLETIONS`) or one user's message.
+    dataset_path: a file, or for redline also a folder of .jsonl files. random_range_ratio: r; lengths of input and
+    output are uniform in [L (1 - r), L (1 + r)], or in [L (1 - r), L] if random_range is "below", as in InferenceX.
+    random_prefix_len: additional tokens, the same at the start of every prompt. sharegpt_output_len: None: the length
+    of the reply. custom_output_len: None: the line's output_tokens, else 256; -1: the line's, which is then required;
+    applies to the redline sets too. disable_shuffle: keep the order of the file. no_oversample: a file with too few
+    prompts is not repeated. backend: decides whether a prompt is text (`COMPLETIONS`) or a user message.
     """
 
     dataset_name: Name = "random"
@@ -80,23 +80,23 @@ def asks(
     note: Callable[[str], None] | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> list[Ask]:
-    """The requests of a load, num_prompts of them or fewer, as no_oversample has it.
+    """The requests of a load: num_prompts of them, or fewer with no_oversample.
 
-    vocabulary: None: lengths are about right and prompt_tokens is None. note: called with each line that a reader of
-    the result has to know. watch: called with (done, total) where making them takes more than two seconds. Raises
-    ConfigError naming the flag, or file, line, field and fix.
+    vocabulary: None: lengths are approximate and prompt_tokens is None. note: called with each remark for readers of
+    the result. watch: called with (done, total) if creating them takes more than two seconds. Raises ConfigError naming
+    the flag, or file, line, field and fix.
     """
     _check(config)
     return _Maker(config, vocabulary, note or _unheard, watch).made()
 
 
 def _unheard(line: str) -> None:
-    """Takes notes of a caller who wants none."""
+    """The default `note`: does nothing."""
 
 
 def _check(config: DatasetConfig) -> None:
     if config.dataset_name not in NAMES:
-        raise ConfigError(f"--dataset-name {config.dataset_name}: give one of {', '.join(NAMES)}")
+        raise ConfigError(f"--dataset-name {config.dataset_name}: expected one of {', '.join(NAMES)}")
     least = {
         "num_prompts": 1,
         "random_input_len": 0 if config.random_prefix_len > 0 else 1,
@@ -109,19 +109,21 @@ def _check(config: DatasetConfig) -> None:
     }
     for field, low in least.items():
         if getattr(config, field) < low:
-            raise ConfigError(f"{_flag(field)} {getattr(config, field)}: give at least {low}")
+            raise ConfigError(f"{_flag(field)} {getattr(config, field)}: must be at least {low}")
     if not 0 <= config.random_range_ratio < 1:
-        raise ConfigError(f"--random-range-ratio {config.random_range_ratio}: give a share in [0, 1)")
+        raise ConfigError(f"--random-range-ratio {config.random_range_ratio}: must be in [0, 1)")
     if config.sharegpt_output_len is not None and config.sharegpt_output_len < 1:
-        raise ConfigError(f"--sharegpt-output-len {config.sharegpt_output_len}: give at least 1")
+        raise ConfigError(f"--sharegpt-output-len {config.sharegpt_output_len}: must be at least 1")
     if config.custom_output_len is not None and config.custom_output_len < 1 and config.custom_output_len != -1:
-        raise ConfigError(f"--custom-output-len {config.custom_output_len}: give at least 1, or -1 for the lines' own")
+        raise ConfigError(
+            f"--custom-output-len {config.custom_output_len}: must be at least 1, or -1 for each line's own"
+        )
     if config.dataset_name in _LINE_OF and not config.dataset_path:
         fix = " such as models/kimi-nano/eval" if config.dataset_name == "redline" else ""
         raise ConfigError(f"--dataset-name {config.dataset_name} needs --dataset-path, a file of prompts{fix}")
     if config.dataset_name == "prefix_repetition" and config.num_prompts < config.prefix_repetition_num_prefixes:
         raise ConfigError(
-            f"--num-prompts {config.num_prompts}: give at least --prefix-repetition-num-prefixes, "
+            f"--num-prompts {config.num_prompts}: must be at least --prefix-repetition-num-prefixes, "
             f"{config.prefix_repetition_num_prefixes}"
         )
 
@@ -187,7 +189,7 @@ class _Maker:
         if config.random_prefix_len + math.floor(max(0, length) * (1 - ratio)) < 1:
             raise ConfigError(
                 f"--random-input-len {config.random_input_len}: with --random-range-ratio {ratio} some prompts would "
-                "have no token; give more"
+                "have no token; use a higher value"
             )
         prefix = texts.opening(config.random_prefix_len, self._draw("prefix"))
         made: list[Ask] = []
@@ -216,7 +218,7 @@ class _Maker:
                 made.append(self._ask(text, config.prefix_repetition_output_len, tokens, name=f"prefix {number}"))
                 self._show(len(made))
         if len(made) < config.num_prompts:
-            self._note(f"{len(made)} prompts in place of {config.num_prompts}: each prefix has equally many")
+            self._note(f"{len(made)} prompts instead of {config.num_prompts}: every prefix has the same number")
         if not config.disable_shuffle:
             self._draw("order").shuffle(made)
         return self._counted(made)
@@ -224,7 +226,7 @@ class _Maker:
     def _texts(self) -> "RandomTexts | _Words":
         if self._vocabulary is not None:
             return RandomTexts(self._vocabulary)
-        self._note("lengths of prompts are approximate: no --tokenizer was given, so nobody has counted their tokens")
+        self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
         return _Words()
 
     def _fresh(self, texts: "RandomTexts | _Words", prefix: str, tokens: int, draw: random.Random) -> str:
@@ -238,14 +240,14 @@ class _Maker:
         return draw.randint(math.floor(length * (1 - ratio)), most)
 
     def _counted(self, made: list[Ask]) -> list[Ask]:
-        """The same; counted anew are very long ones, and all where a vocabulary does not cut as byte-pair ones do."""
+        """Recounts the tokens of very long prompts, and of all if the vocabulary merges across words."""
         if self._vocabulary is None:
             return made
         short = [ask for ask in made if len(_text_of(ask)) <= _LONG]
         some = self._draw("checked").sample(short, min(_CHECKED, len(short)))
         if all(self._count(_text_of(ask)) == ask.prompt_tokens for ask in some):
             return [ask if len(_text_of(ask)) <= _LONG else self._known(ask) for ask in made]
-        self._note(f"lengths of prompts are approximate, though counted: {self._vocabulary.name} merges across words")
+        self._note(f"lengths of prompts are approximate (counted): {self._vocabulary.name} merges across words")
         return [self._known(ask) for ask in made]
 
     def _conversations(self) -> Iterator[Ask]:
@@ -257,7 +259,7 @@ class _Maker:
         ]
         self._shuffle(entries)
         if self._vocabulary is None:
-            self._note("lengths of conversations are estimated from their words: no --tokenizer was given")
+            self._note("lengths of conversations are estimated from their words, since --tokenizer was not given")
         for prompt, reply in entries:
             tokens = self._count(prompt)
             output = config.sharegpt_output_len or self._count(reply)
@@ -272,11 +274,10 @@ class _Maker:
             if (line.prompt is None) == (line.messages is None):
                 raise ConfigError(f"{path}, {place}: expected one of `prompt` and `messages`: {_LINE_OF['custom']}")
             if line.output_tokens is not None and line.output_tokens < 1:
-                raise ConfigError(f"{path}, {place}: `output_tokens` is {line.output_tokens}; give at least 1")
+                raise ConfigError(f"{path}, {place}: `output_tokens` is {line.output_tokens}; must be at least 1")
             if line.output_tokens is None and self._config.custom_output_len == -1:
                 raise ConfigError(
-                    f"{path}, {place}: `output_tokens` is missing, which --custom-output-len -1 reads; "
-                    "write it in every line"
+                    f"{path}, {place}: `output_tokens` is missing, but --custom-output-len -1 requires it in every line"
                 )
             output = self._output(line.output_tokens)
             if line.prompt is not None:
@@ -288,12 +289,12 @@ class _Maker:
             yield self._known(ask)
 
     def _questions(self) -> Iterator[Ask]:
-        """Of every kind in turn, so that each has as many as its lines allow."""
+        """Prompts of all kinds in turn, so that the kinds are equally frequent as far as their lines allow."""
         path = Path(self._config.dataset_path or "")
         paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not paths:
             raise ConfigError(
-                f"--dataset-path {path}: no .jsonl file is in it; give a file of prompts, or their folder"
+                f"--dataset-path {path}: contains no .jsonl file; name a file of prompts, or their folder"
             )
         kinds: dict[str, list[Ask]] = {}
         for path in paths:
@@ -309,7 +310,7 @@ class _Maker:
                     yield self._known(those[turn])
 
     def _full(self, found: Iterator[Ask]) -> list[Ask]:
-        """The first num_prompts of what a file has; where it has fewer, some of them again."""
+        """The first num_prompts prompts of a file; if it has fewer, some are repeated."""
         config, path = self._config, self._config.dataset_path
         made: list[Ask] = []
         for ask in found:
@@ -319,14 +320,14 @@ class _Maker:
                 return made
         if not made:
             raise ConfigError(
-                f"--dataset-path {path}: no prompt of it can be used; a line is {_LINE_OF[config.dataset_name]}"
+                f"--dataset-path {path}: contains no usable prompt; expected lines like {_LINE_OF[config.dataset_name]}"
             )
         if config.no_oversample:
-            self._note(f"{len(made)} prompts in place of {config.num_prompts}: {path} has no more")
+            self._note(f"{len(made)} prompts instead of {config.num_prompts}: {path} has no more")
             return made
         self._note(
-            f"{path} has {len(made)} prompts: some are asked again to reach {config.num_prompts}, "
-            "and a prefix cache will know those"
+            f"{path} has {len(made)} prompts: some are repeated to reach {config.num_prompts}, "
+            "and will hit the prefix cache"
         )
         return made + self._draw("again").choices(made, k=config.num_prompts - len(made))
 
@@ -344,7 +345,7 @@ class _Maker:
         extra: dict[str, Any] | None = None,
     ) -> Ask:
         if self._config.backend in COMPLETIONS:
-            raise ConfigError(f"{place}: `messages` need a chat; give --backend openai-chat")
+            raise ConfigError(f"{place}: `messages` need a chat API; use --backend openai-chat")
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(f"{place}: `messages` needs at least one message, and `role` in each")
         extra = {**(extra or {}), **self._extra()}
@@ -373,7 +374,7 @@ class _Maker:
         return {"ignore_eos": True} if self._config.ignore_eos else {}
 
     def _known(self, ask: Ask) -> Ask:
-        """With the tokens of its texts counted, where somebody can."""
+        """Adds the number of prompt tokens, if there is a vocabulary."""
         if self._vocabulary is None:
             return ask
         return msgspec.structs.replace(ask, prompt_tokens=self._count(_text_of(ask)))
@@ -396,7 +397,7 @@ class _Maker:
 
 
 class _Words:
-    """In the place of `RandomTexts` where nobody can count: words of prose, drawn one by one."""
+    """Replaces `RandomTexts` without a vocabulary: random words of English prose."""
 
     def __init__(self) -> None:
         self._words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
@@ -411,7 +412,7 @@ class _Words:
 
 
 def _from_human(turns: Sequence[_Turn]) -> Sequence[_Turn]:
-    """From the first turn of a human on; all of them where no turn says whose it is."""
+    """The turns from the first human one on; all turns if they do not name a speaker."""
     first = (number for number, turn in enumerate(turns) if turn.speaker in ("human", "user", ""))
     return turns[next(first, len(turns)) :]
 
@@ -427,17 +428,17 @@ _Line = TypeVar("_Line")
 
 
 def _entries(path: Path, kind: type[_Line], dataset: str) -> Iterator[tuple[str, _Line]]:
-    """Each entry of a JSON list or of JSONL, .gz or plain, with the words that name its place."""
+    """Each entry of a JSON list or of JSONL, .gz or plain, with its place, such as "line 3"."""
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"--dataset-path {path}: cannot be read ({error}); give a file of prompts") from None
+        raise ConfigError(f"--dataset-path {path}: cannot be read ({error}); name a file of prompts") from None
     if data.lstrip()[:1] == b"[":
         try:
             entries: list[msgspec.Raw] = msgspec.json.decode(data, type=list[msgspec.Raw])
         except NOT_JSON as error:
-            raise ConfigError(f"--dataset-path {path}: is no JSON list ({error}); write it anew, or as JSONL") from None
+            raise ConfigError(f"--dataset-path {path}: is not a JSON list ({error}); fix it, or use JSONL") from None
         places = ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
     else:
         lines = enumerate(data.split(b"\n"), 1)

@@ -1,11 +1,11 @@
-"""How a kind of server is asked, and what one event of its stream says: OpenAI's chat and its older completions.
+"""Requests and stream events of server APIs: OpenAI's chat completions and legacy completions.
 
-Events are decoded into typed structs that skip what they do not know, since this is done once for every token. Which
-events count as a chunk, and so for TTFT and ITL, follows `vllm bench serve`: in a chat those whose first choice carries
-content, reasoning (`reasoning` or `reasoning_content`; some servers send both with the same text, which is taken once),
-part of a tool call, or content that is the empty string without a role beside it. The last is a token whose text the
-server holds back, such as a part of a character; beside a role it only opens the answer. Of completions every event
-with a choice counts: a special token has no text.
+Events are decoded into typed structs that skip unknown fields, since decoding runs once per token. The events that
+count as a chunk, and so for TTFT and ITL, are those of `vllm bench serve`. In a chat these are events whose first
+choice has content, reasoning (`reasoning` or `reasoning_content`; some servers send both with the same text, which is
+used once), part of a tool call, or empty content without a role. The last is a token of which the server holds back the
+text, such as part of a character; empty content with a role only starts the answer. In completions every event with a
+choice counts: a special token has no text.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from redline.bench.serving.records import Ask, Kind, Usage
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 
-MOST_TOKENS = 1 << 32  # of one request: a larger count is none
+MOST_TOKENS = 1 << 32  # of one request: a larger count is invalid
 
 
 class Call(NamedTuple):
-    """Part of one tool call. place: which call of the answer it belongs to. arguments: the next part of their text."""
+    """Part of one tool call. place: index of the call in the answer. arguments: the next part of their text."""
 
     place: int
     id: str
@@ -30,9 +30,9 @@ class Call(NamedTuple):
 
 
 class Said(msgspec.Struct, gc=False):
-    """What one event said. kind: None where it does not count as a chunk. tokens: of the chunk, where the event says.
+    """The content of one event. kind: None if it does not count as a chunk. tokens: of the chunk, if reported.
 
-    error: one line, where the event is the server's error.
+    error: one line, if the event is an error of the server.
     """
 
     kind: Kind | None = None
@@ -46,11 +46,11 @@ class Said(msgspec.Struct, gc=False):
 
 
 class Dialect(NamedTuple):
-    """One kind of server. path: where it is asked, unless the target names an endpoint.
+    """One kind of server API. path: the default endpoint.
 
-    body(ask, target): the request's fields; raises ConfigError where the dialect cannot ask so. read(event): what one
-    event's data says, or a whole answer that was not streamed; raises msgspec.DecodeError where it is no such
-    thing, RecursionError where its values lie too deep in one another.
+    body(ask, target): the request's fields; raises ConfigError if the dialect cannot express the request. read(event):
+    decodes the data of one event, or a whole answer that was not streamed; raises msgspec.DecodeError for other data,
+    RecursionError if it is nested too deeply.
     """
 
     path: str
@@ -120,7 +120,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 def error_line(data: bytes) -> str:
-    """One line, of at most 300 characters, of an error's body: its message where it is JSON that has one."""
+    """One line of at most 300 characters from an error's body: its message, if it is JSON with one."""
     found: Any
     try:
         found = msgspec.json.decode(data)
@@ -135,7 +135,7 @@ def error_line(data: bytes) -> str:
 
 
 def _count(said: int | None) -> int | None:
-    """A server's count; None where no number of tokens can be so small, or so large."""
+    """A server's count; None if it is negative or implausibly large."""
     return said if said is not None and 0 <= said < MOST_TOKENS else None
 
 
@@ -160,7 +160,7 @@ def _tokens(choice: _Choice) -> int | None:
 
 
 def _event(data: bytes) -> tuple[Said, _Choice | None]:
-    """What both dialects' events have in common, and the first choice."""
+    """The fields common to both dialects' events, and the first choice."""
     event = _decode(data)
     said = Said()
     if event.error or (event.object == "error" and event.message):
@@ -228,8 +228,8 @@ def _common(ask: Ask, target: Target) -> dict[str, Any]:
     for field in ("n", "best_of"):
         if body.get(field) not in (None, 1):
             raise ConfigError(
-                f"--extra-body has {field} {body[field]!r}: usage counts the tokens of all answers together, so one "
-                "among several cannot be measured; ask for one, and more often (--num-prompts)"
+                f"--extra-body has {field} {body[field]!r}: usage counts the tokens of all choices together, so "
+                "single ones cannot be measured; use one choice and more requests (--num-prompts)"
             )
     return body
 
@@ -240,7 +240,7 @@ def _chat_body(ask: Ask, target: Target) -> dict[str, Any]:
     elif ask.text is not None:
         messages = [{"role": "user", "content": ask.text}]
     else:
-        raise ConfigError("--backend openai-chat cannot send token ids as a prompt; take --backend openai, or text")
+        raise ConfigError("--backend openai-chat cannot send token ids as a prompt; use --backend openai, or text")
     return {
         "model": target.model,
         "messages": messages,
@@ -255,7 +255,7 @@ def _completion_body(ask: Ask, target: Target) -> dict[str, Any]:
     elif ask.ids is not None:
         prompt = list(ask.ids)
     else:
-        raise ConfigError("--backend openai sends a prompt, not messages; take --backend openai-chat")
+        raise ConfigError("--backend openai sends a prompt, not messages; use --backend openai-chat")
     return {"model": target.model, "prompt": prompt, "max_tokens": ask.max_tokens, **_common(ask, target)}
 
 

@@ -1,4 +1,4 @@
-"""How sure a mean is: confidence intervals of a few numbers, from Student's t or a bootstrap."""
+"""Confidence intervals of the mean of a few numbers, by Student's t or a bootstrap."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from redline.wire.base import Record
 
 LEVEL = 0.95
-LEAST = 3  # numbers: two would give an interval that says nothing
-BOOTSTRAP_FROM = 20  # numbers: below that Student's t is the better judge of so few
+LEAST = 3  # values, at least: the interval of two is too wide to be useful
+BOOTSTRAP_FROM = 20  # values from which on the bootstrap is used; with fewer, Student's t is more accurate
 RESAMPLES = 4000
 
 # Student's t at 97.5 %, for 1 to 30 degrees of freedom.
@@ -24,7 +24,7 @@ _Z = _NORMAL.inv_cdf(0.5 + LEVEL / 2)
 
 
 class Interval(Record, frozen=True):
-    """A mean with the interval that holds the true one in 95 of 100 such runs. of: how many numbers."""
+    """A mean with its 95 % confidence interval. of: number of values."""
 
     mean: float
     low: float
@@ -33,10 +33,10 @@ class Interval(Record, frozen=True):
 
 
 def interval(values: Sequence[float], seed: int = 0) -> Interval | None:
-    """The 95 % interval of the values' mean; None of fewer than LEAST.
+    """The 95 % interval of the values' mean; None for fewer than LEAST values.
 
-    Below BOOTSTRAP_FROM values Student's t. From there on a bootstrap, bias-corrected and accelerated (BCa), whose
-    percentiles lie as much farther out as Student's t is wider than the normal distribution: as it stands, BCa is a
+    With fewer than BOOTSTRAP_FROM values by Student's t, otherwise by a bias-corrected and accelerated bootstrap (BCa).
+    The bootstrap's percentiles are widened by the ratio of Student's t to the normal distribution, since plain BCa is a
     little too narrow. seed: of the resampling.
     """
     many = len(values)
@@ -51,7 +51,7 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval | None:
     means = np.sort(found[draws].mean(axis=1))
     below = float((means < mean).mean() + (means == mean).mean() / 2)
     bias = _NORMAL.inv_cdf(min(max(below, 1 / RESAMPLES), 1 - 1 / RESAMPLES))
-    # The skewness that leaving out one value at a time shows.
+    # The skewness, by the jackknife.
     jack = (found.sum() - found) / (many - 1)
     away = jack.mean() - jack
     acceleration = float((away**3).sum() / (6 * (away**2).sum() ** 1.5))
@@ -61,10 +61,10 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval | None:
 
 
 def student(freedom: int) -> float:
-    """The 97.5th percentile of Student's t. freedom: degrees, from 1 on."""
+    """The 97.5th percentile of Student's t. freedom: degrees of freedom, at least 1."""
     if freedom <= len(_T):
         return _T[freedom - 1]
-    # An expansion in 1/freedom: right to four digits here.
+    # An expansion in 1/freedom: accurate to four digits in this range.
     return _Z + (_Z**3 + _Z) / (4 * freedom) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * freedom**2)
 
 

@@ -1,16 +1,16 @@
-"""Artificial Analysis' protocol: how one prompt at a time is answered by a server, as that leaderboard reports it.
+"""Artificial Analysis' protocol: latency and speed of a server for single prompts, as that leaderboard reports them.
 
-    by default 10,000 tokens in and 1,500 out, one prompt at a time, repeated; no prompt is asked twice
+    default: 10,000 tokens in and 1,500 out, one prompt at a time, repeated; no prompt is sent twice
 
 | Figure | From |
 |---|---|
-| TTFT | the request's first byte to the first token; one of thinking counts where the server shows it |
+| TTFT | the request's first byte to the first token; a thinking token counts if the server streams it |
 | time to first answer token | the same to the first token that is not thinking: input time and thinking time |
-| output speed | tokens/s after those that the first read of the stream brought |
+| output speed | tokens/s after the tokens of the first read of the stream |
 | end to end for 500 tokens | time to first answer token, and 500 tokens at the output speed |
 
-Where a server thinks without showing it, the speed is that of the last four fifths of the answer's events. A figure of
-a workload is the median over its requests (P50).
+If a server does not stream its thinking, the speed is measured over the last four fifths of the answer's events. The
+figures of a workload are medians over its requests (P50).
 """
 
 import math
@@ -42,13 +42,13 @@ from redline.bench.serving.vocabulary import Vocabulary
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-ANSWER_TOKENS = 500  # of the answer whose whole time is reported
-SHOWN_PART = 0.8  # of the answer's events, where thinking is hidden
-TEMPLATE_TOKENS = 64  # room for what a chat's template adds to a prompt
+ANSWER_TOKENS = 500  # length of the answer for the end-to-end time
+SHOWN_PART = 0.8  # share of the answer's events that is timed if thinking is hidden
+TEMPLATE_TOKENS = 64  # allowance for the tokens that a chat template adds to a prompt
 
 
 class Workload(Record, frozen=True):
-    """What one row of the leaderboard is made of. input_len, output_len: tokens. parallel: prompts at a time."""
+    """The load of one row of the leaderboard. input_len, output_len: tokens. parallel: concurrent prompts."""
 
     input_len: int
     output_len: int
@@ -56,7 +56,7 @@ class Workload(Record, frozen=True):
 
     @property
     def name(self) -> str:
-        """Such as 10k/1.5k, or 10k/1.5k x 10."""
+        """A name such as 10k/1.5k, or 10k/1.5k x 10."""
         return f"{_short(self.input_len)}/{_short(self.output_len)}" + (
             f" x {self.parallel}" if self.parallel > 1 else ""
         )
@@ -67,7 +67,7 @@ DEFAULT = "10k/1.5k"
 
 
 def workloads(names: Sequence[str], parallel: Sequence[int]) -> list[Workload]:
-    """Presets by name (`LENGTHS`, or `all`), each with every number of prompts at a time. Raises ConfigError."""
+    """Presets by name (`LENGTHS`, or `all`), each with every number of concurrent prompts. Raises ConfigError."""
     if unknown := [name for name in names if name not in LENGTHS and name != "all"]:
         raise ConfigError(f"--workload is {unknown[0]!r}; expected {', '.join(LENGTHS)} or all")
     chosen = list(LENGTHS) if "all" in names else list(dict.fromkeys(names))
@@ -79,18 +79,18 @@ def workloads(names: Sequence[str], parallel: Sequence[int]) -> list[Workload]:
 
 
 def check_fits(workload: Workload, max_model_len: int | None) -> None:
-    """Raises ConfigError where a prompt and its answer are longer than the server takes, and says what would fit.
+    """Raises ConfigError, with a length that would fit, if prompt and answer exceed the server's maximum.
 
-    max_model_len: tokens of prompt and answer, as the server's list of models says; None: it does not say.
+    max_model_len: maximum tokens of prompt and answer from the server's list of models; None: not reported.
     """
     needed = workload.input_len + workload.output_len + TEMPLATE_TOKENS
     if max_model_len is None or needed <= max_model_len:
         return
     room = max_model_len - workload.output_len - TEMPLATE_TOKENS
-    fits = f"--input-len {room} would fit" if room > 0 else "give a smaller --output-len too"
+    fits = f"--input-len {room} would fit" if room > 0 else "reduce --output-len too"
     raise ConfigError(
-        f"--input-len {workload.input_len} and --output-len {workload.output_len} need {needed} tokens with the "
-        f"template's, the server has room for {max_model_len}: {fits}"
+        f"--input-len {workload.input_len} and --output-len {workload.output_len} need {needed} tokens including "
+        f"the chat template, but the server's max_model_len is {max_model_len}: {fits}"
     )
 
 
@@ -110,10 +110,11 @@ def prompts(
     extra: dict[str, Any] | None = None,
     made: Callable[[int], object] = lambda many: None,
 ) -> list[Ask]:
-    """Natural text of the workload's length, another in each, and what to do with it.
+    """Prompts of the workload's length: natural text, different in each, followed by a question.
 
-    seed: the same gives the same prompts, for another server. vocabulary: None: lengths are about right. bare: texts,
-    not messages. extra: fields of each body. made: told how many there are. Raises ConfigError.
+    seed: the same seed gives the same prompts, for comparing servers. vocabulary: None: lengths are approximate. bare:
+    plain text instead of messages. extra: fields for each body. made: called with the number of prompts so far. Raises
+    ConfigError.
     """
     asked = len(vocabulary.encode(QUESTION)) if vocabulary else len(QUESTION.split())
     question = QUESTION if asked < workload.input_len // 2 else ""
@@ -135,15 +136,15 @@ def prompts(
     return found
 
 
-# --------------------------------------------------------------------------------------------------- of one answer
+# --------------------------------------------------------------------------------------------------- one answer
 
 
 class Measured(Record, frozen=True):
-    """One request's figures. Times are seconds, speeds tokens/s; None: it has no such figure.
+    """The figures of one request. Times are in seconds, speeds in tokens/s; None: the request has no such figure.
 
-    native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: input, thinking and
-    ANSWER_TOKENS at the output speed. whole: the answer as it was, to its last token. uncounted: its events were taken
-    for its tokens.
+    Native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: time for input, thinking and
+    ANSWER_TOKENS at the output speed. whole: time to the last token of the actual answer. uncounted: each event
+    was counted as one token.
     """
 
     workload: str
@@ -167,7 +168,7 @@ class Measured(Record, frozen=True):
 def measured(
     answer: Answer, *, workload: str, run: int, counts: Counts | None = None, o200k: Counts | None = None
 ) -> Measured:
-    """An answer's figures. counts: who counts native tokens where the server does not. o200k: who counts o200k's."""
+    """An answer's figures. counts: counts native tokens if the server does not. o200k: counts o200k tokens."""
     if failure_of(answer) is not None:
         return Measured(
             workload=workload, run=run, input_tokens=input_tokens(answer), output_tokens=0, error=error_of(answer)
@@ -197,16 +198,16 @@ def measured(
 
 
 def hides_thinking(answer: Answer) -> bool:
-    """Whether the server counted tokens of thinking, and showed none."""
+    """Whether the server counted thinking tokens but did not stream them."""
     said = None if answer.usage is None else answer.usage.reasoning_tokens
     return bool(said) and not any(chunk.kind == "thinking" for chunk in answer.chunks)
 
 
 def output_speed(answer: Answer, tokens: int, counts: Counts | None = None, *, said: bool = True) -> float | None:
-    """Tokens/s after those of the first read; where thinking is hidden, over the last SHOWN_PART of the events.
+    """Tokens/s after the first read; if thinking is hidden, over the last SHOWN_PART of the events.
 
-    tokens: of the whole answer. counts: who counts a text, to know how many came first. said: whether the events' own
-    counts are of the same kind as `tokens`. None: all came at once, or one token.
+    tokens: of the whole answer. counts: counts the tokens of the first read. said: whether the events' own counts are
+    in the same vocabulary as `tokens`. Returns None if all tokens arrived at once, or if there is only one.
     """
     chunks = answer.chunks
     if hides_thinking(answer):
@@ -225,7 +226,7 @@ def output_speed(answer: Answer, tokens: int, counts: Counts | None = None, *, s
 
 
 def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | None, *, said: bool) -> float:
-    """How many of the answer's tokens its first chunks brought: as they say, as counted, or by their characters."""
+    """Tokens of the answer's first chunks: as the chunks report, as counted, or by their share of characters."""
     chunks = answer.chunks[:first]
     known = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
     if said and len(known) == first:
@@ -246,7 +247,7 @@ def _end_to_end(begun: float | None, speed: float | None) -> float | None:
     return None if begun is None or speed is None else begun + ANSWER_TOKENS / speed
 
 
-# ---------------------------------------------------------------------------------------------------- of a workload
+# ---------------------------------------------------------------------------------------------------- one workload
 
 FIGURES = {
     "ttft": "TTFT, s",
@@ -259,7 +260,7 @@ FIGURES = {
 
 
 class Outcome(Record, frozen=True):
-    """A workload's requests, in the order in which they were asked, and the load generator's worst lag, seconds."""
+    """A workload's requests in the order of sending, and the worst lag of the load generator in seconds."""
 
     workload: Workload
     rows: tuple[Measured, ...]
@@ -267,10 +268,10 @@ class Outcome(Record, frozen=True):
     stopped: bool = False
 
     def p50(self, name: str) -> float | None:
-        """The median of a figure of `Measured`; None where there is none.
+        """The median of a figure of `Measured`; None if there is none.
 
-        A request that was still thinking at its end comes after all others in what waits for an answer, else the slow
-        ones would be left out.
+        A request that was still thinking at its end counts as infinitely late in figures that wait for the answer;
+        otherwise the slowest requests would be left out.
         """
         late = name == "answer_ttft" or name.startswith("end_to_end")
         found: list[float] = []
@@ -283,7 +284,7 @@ class Outcome(Record, frozen=True):
 
     @property
     def good(self) -> list[Measured]:
-        """The requests that were answered."""
+        """The requests that succeeded."""
         return [row for row in self.rows if not row.error]
 
 
@@ -301,10 +302,10 @@ def measure(
     seen: Callable[[Measured], object] = lambda row: None,
     kept: Callable[[Answer], object] = lambda answer: None,
 ) -> Outcome:
-    """Ask `workload.parallel` prompts at a time, the next ones once all have been answered.
+    """Sends `workload.parallel` prompts at a time, the next ones after all have been answered.
 
-    asks: a whole number of times `parallel`. load: puts asks on the server and returns what came of them. seen, kept:
-    told of every request as it has ended.
+    asks: their number is a multiple of `parallel`. load: runs requests on the server. seen, kept: called with every
+    finished request.
     """
     rows, lag, stopped = list[Measured](), 0.0, False
     for run, begin in enumerate(range(0, len(asks), workload.parallel)):
@@ -323,61 +324,61 @@ def measure(
     return Outcome(workload=workload, rows=tuple(rows), lag=lag, stopped=stopped)
 
 
-# ------------------------------------------------------------------------------------------------------- what is said
+# ------------------------------------------------------------------------------------------------------- report
 
 
 def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bool, tokenizer: bool) -> list[str]:
-    """What sets this measurement apart from the leaderboard's, a sentence each.
+    """The differences between this measurement and the leaderboard's, one sentence each.
 
     o200k, tokenizer: whether these vocabularies were given.
     """
-    advice = "--tokenizer with the model's vocabulary makes prompts of that length"
+    advice = "--tokenizer with the model's vocabulary gives prompts of that length"
     if tokenizer:
-        advice = "the vocabulary of --tokenizer is not the server's, or its template adds the rest"
+        advice = "the vocabulary of --tokenizer is not the server's, or its chat template adds the rest"
     said = [
-        f"This client stands where it was started and asks {target.base_url}; the leaderboard's stands in a data "
-        "centre (us-central1), and its network time is part of every figure.",
-        f"The median is over {runs} runs one after another; the leaderboard's is over 72 hours.",
-        "Prompts are natural text in other words than the leaderboard's, which are not public.",
+        f"This client runs on this machine and measures {target.base_url}; the leaderboard's client runs in a data "
+        "centre (us-central1), and every figure includes its network time.",
+        f"The median is over {runs} consecutive runs; the leaderboard's is over 72 hours.",
+        "Prompts are natural text, but not the leaderboard's prompts, which are not public.",
     ]
     if not o200k:
         said.append(
-            "Tokens are the server's own. The leaderboard counts all models in o200k tokens: give --o200k FILE with "
-            "that vocabulary to see both."
+            "Tokens are the server's own. The leaderboard counts all models in o200k tokens: --o200k FILE with that "
+            "vocabulary reports both."
         )
     rows = [row for outcome in outcomes for row in outcome.good]
     said += [words.text for words in uncounted_remarks(sum(row.uncounted for row in rows))]
     if rows and not any(row.thinking is not None for row in rows):
         hidden = any(row.hidden_thinking for row in rows)
         said.append(
-            "The server thinks without showing it: speeds are those of the last four fifths of each answer's events."
+            "The server does not stream its thinking: speeds are those of the last four fifths of each answer's events."
             if hidden
-            else "Nothing was thought: a row of the same model with thinking has later first answer tokens."
+            else "The model did not think: with thinking, the same model has later first answer tokens."
         )
     if rows and any(row.answer_ttft is None for row in rows):
         never = sum(row.answer_ttft is None for row in rows)
         said.append(
-            f"{never} of {len(rows)} requests were still thinking when their tokens ended: they have no time to a "
-            "first answer token. Give more --output-len, or switch thinking off with --extra-body."
+            f"{never} of {len(rows)} requests were still thinking at their token limit: they have no time to a "
+            "first answer token. Increase --output-len, or disable thinking with --extra-body."
         )
     for outcome in outcomes:
         lens = [row.output_tokens for row in outcome.good]
         if lens and np.median(lens) < 0.9 * outcome.workload.output_len:
             said.append(
                 f"{outcome.workload.name}: answers ended after {np.median(lens):.0f} tokens, not "
-                f"{outcome.workload.output_len}; --ignore-eos makes servers that know it go on."
+                f"{outcome.workload.output_len}; --ignore-eos makes servers that support it continue."
             )
         ins = [row.input_tokens for row in outcome.good if row.input_tokens]
         if ins and abs(np.median(ins) / outcome.workload.input_len - 1) > 0.1:
             said.append(
-                f"{outcome.workload.name}: the server counts {np.median(ins):.0f} tokens of prompt, not "
+                f"{outcome.workload.name}: the server counts {np.median(ins):.0f} prompt tokens, not "
                 f"{outcome.workload.input_len}; {advice}."
             )
     return said
 
 
 def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """workload -> P50 of every figure, and how many were answered."""
+    """Workload -> P50 of every figure, and the number of completed and failed requests."""
     return {
         outcome.workload.name: {
             "completed": len(outcome.good),
@@ -389,7 +390,7 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def leaderboard_sections(result: Result) -> list[Section]:
-    """A page's sections from what its details hold: outcomes, and what differs from the leaderboard's setting."""
+    """A page's sections, from the result's details: outcomes, and differences from the leaderboard's setting."""
     outcomes = msgspec.convert(result.details["outcomes"], list[Outcome])
     sections: list[Section] = [summary_table(outcomes)]
     for outcome in outcomes:
@@ -417,12 +418,12 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
         title="P50 by workload",
         columns=("tokens in/out", "answered", *(FIGURES[name] for name in names)),
         rows=tuple(rows),
-        note="Times from the request's first byte. A first token of thinking counts for TTFT.",
+        note="Times count from the request's first byte. A first thinking token counts for TTFT.",
     )
 
 
 def runs_table(outcome: Outcome) -> Table:
-    """A workload's requests, one a row."""
+    """A workload's requests, one per row."""
     o200k = any(row.speed_o200k is not None for row in outcome.rows)
     names = [name for name in FIGURES if o200k or "o200k" not in name]
     rows = [

@@ -1,9 +1,9 @@
-"""Puts a load on a server: sends requests when they are due, and says how well the sender itself kept up.
+"""Runs a load on a server: sends requests when they are due, and reports how well the load generator kept up.
 
-With a schedule (a rate or a ramp) a request's planned time is the schedule's, whatever holds it up: where
-`max_concurrency` keeps it back, its answer says so by `taken` being later than `planned`. A server that stalls thereby
-cannot hide how long the requests behind it would have waited, which is what is called coordinated omission. Without a
-schedule a request is planned for the moment when a place is free.
+With a schedule (a rate or a ramp) a request's planned time is the scheduled one, whatever delays it: if
+`max_concurrency` delays it, `taken` of its answer is later than `planned`. A slow server therefore cannot hide the wait
+of later requests (coordinated omission). Without a schedule, the planned time of a request is when max_concurrency
+allows it.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from redline.bench.serving.client import Client
 from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
 from redline.bench.serving.target import Pace, Target
 
-SAMPLE_S = 0.02  # between two looks at how late a timer wakes
-SHOW_S = 0.25  # between two calls of watch
-LATE_S = 0.01  # a request sent later than this counts as late
-AHEAD_S = 0.05  # how long before it is due a request's connection is opened
-ENCODED_BYTES = 256 << 20  # of requests that are encoded before the run, at most
-OPENED = 1024  # connections that are opened before the run, at most
+SAMPLE_S = 0.02  # seconds between two samples of the timer lag
+SHOW_S = 0.25  # seconds between two calls of watch
+LATE_S = 0.01  # seconds of delay after which a request counts as sent late
+AHEAD_S = 0.05  # seconds before its due time at which a request's connection is opened
+ENCODED_BYTES = 256 << 20  # maximum bytes of requests encoded before the run
+OPENED = 1024  # maximum connections opened before the run
 
 
 class Live(NamedTuple):
-    """How far a run is. tokens: chunks received, which is what can be known before the end. seconds: since it began."""
+    """Progress of a run. tokens: chunks received; token counts are known at the end only. seconds: since its start."""
 
     done: int
     total: int
@@ -43,7 +43,7 @@ class Live(NamedTuple):
 
 
 class _Run:
-    """One run while it lasts."""
+    """The state of a run."""
 
     def __init__(
         self,
@@ -59,26 +59,26 @@ class _Run:
         self._answers: list[Answer | None] = [None] * len(asks)
         self._times = planned_times(len(asks), pace)
         self._places = asyncio.Semaphore(pace.max_concurrency or max(len(asks), 1))
-        # Encoding a long prompt holds up the loop, so as many as may be held are encoded before the clock runs.
+        # Encoding a long prompt blocks the event loop, so requests up to ENCODED_BYTES are encoded before the run.
         self._requests: dict[int, bytes] = {}
         held = 0
         for place, ask in enumerate(asks):
-            request = client.request(ask)  # each is tried, so that what cannot be asked is said before the run
+            request = client.request(ask)  # all are tried, so that errors are raised before the run
             if (held := held + len(request)) <= ENCODED_BYTES:
                 self._requests[place] = request
         self._lags: list[float] = []
         self._done = self._failed = self._late = 0
-        self._why = ""  # the run was ended before all was asked
+        self._why = ""  # why the run ended before all requests were sent
 
     async def run(self) -> Run:
-        """Warms up, sends everything, waits, and gives the answers."""
+        """Warms up, sends all requests, waits, and returns the answers."""
         pace, client = self._pace, self._client
         await self._warm_up()
         if self._stop.is_set():
             self._why = "the run was stopped"
         at_once = min(pace.max_concurrency or len(self._asks), len(self._asks), OPENED)
         await client.ready(at_once if self._times is None else min(at_once, 2))
-        # What stands now is not looked through again by the garbage collector while times are taken.
+        # Exclude existing objects from garbage collection during the measurement.
         gc.collect()
         gc.freeze()
         tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +86,7 @@ class _Run:
         client.begin()
         began, processor = clock.now(), clock.process_time()
         if pace.deadline is not None:
-            over = f"the run's deadline of {pace.deadline:g} s had come"
+            over = f"the run's deadline of {pace.deadline:g} s was reached"
             side.append(asyncio.create_task(self._at(pace.deadline, over)))
         try:
             for place in range(len(self._asks)):
@@ -119,7 +119,7 @@ class _Run:
         )
 
     async def _warm_up(self) -> None:
-        """Asks that are not counted: others than those that are, which must not be in a cache by then."""
+        """Sends the warm-up requests. Their prompts differ from the measured ones, so that those are not cached."""
         if not self._warm:
             return
 
@@ -141,9 +141,9 @@ class _Run:
             self._client.chunks = 0
 
     async def _due(self, place: int) -> tuple[float, float]:
-        """Waits until a request is due and has a place, or the run is ended.
+        """Waits until a request is due and max_concurrency allows it, or the run ends.
 
-        Returns its planned time, and the time from which nothing but this process held it up.
+        Returns its planned time, and the time from which only this process delays it.
         """
         client = self._client
         due = None
@@ -159,7 +159,7 @@ class _Run:
 
     async def _sleep_until(self, due: float) -> None:
         while not self._why and (wait := due - self._client.clock()) > 0:
-            # Bounded, so that a run that is ended does not sleep on.
+            # Bounded, so that an ended run stops sleeping.
             await asyncio.sleep(min(wait, SHOW_S))
 
     async def _one(self, place: int, due: float, free: float) -> None:
@@ -198,11 +198,11 @@ class _Run:
     def _end(self, why: str) -> None:
         self._why = self._why or why
         self._client.cut(why)
-        # Whoever waits for a place has to see it; nothing else comes after.
+        # Wakes the task that waits for max_concurrency; no further request is sent.
         self._places.release()
 
     async def _sample(self) -> None:
-        """Looks how late the loop is, and shows how far the run is, until it is cancelled."""
+        """Samples the lag of the event loop and reports progress, until it is cancelled."""
         shown = clock.perf_counter()
         while True:
             due = clock.perf_counter() + SAMPLE_S
@@ -229,10 +229,10 @@ def _generator(cpu_share: float, lags: Sequence[float], late: int) -> GeneratorL
 
 
 async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
-    """Sends all asks at this pace and waits for every answer. watch: told about four times a second how far it is.
+    """Sends all asks at this pace and waits for every answer. watch: called with the progress four times a second.
 
-    The first `pace.warmups` asks warm the server up, and have no answers in the run. Raises ConfigError where target or
-    pace are wrong, or the backend cannot ask so.
+    The first `pace.warmups` asks are warm-ups, without answers in the run. Raises ConfigError if target or pace are
+    invalid, or if the backend cannot express a request.
     """
     return await _load(target, asks, pace, watch, asyncio.Event())
 
@@ -245,9 +245,9 @@ async def _load(
 
 
 def run_load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
-    """`load` in a uvloop of its own. Ctrl-C ends the run and gives what there is, with `stopped` set.
+    """`load` in its own uvloop event loop. Ctrl-C ends the run, which returns the answers so far with `stopped` set.
 
-    A second Ctrl-C raises KeyboardInterrupt. Raises as `load` does.
+    A second Ctrl-C raises KeyboardInterrupt. Raises the errors of `load`.
     """
     _raise_file_limit()
 
@@ -273,7 +273,7 @@ def run_load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[L
 
 
 def _raise_file_limit() -> None:
-    """Every stream is an open file; the usual soft limit of 1024 is soon reached."""
+    """Raises the soft limit of open files, usually 1024: every stream is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -1,8 +1,7 @@
-"""The figures of a load, from the facts of its answers: latencies, throughput, goodput.
+"""The figures of a load, computed from its answers: latencies, throughput, goodput.
 
-Names and definitions are those of `vllm bench serve`, so that one number means one thing. What is ours beside them says
-so in its name. All functions of one answer give seconds, or None where the answer has no such time; a failed answer has
-none at all.
+Names and definitions are those of `vllm bench serve`, so that a number means the same in both. Our own figures have
+other names. Functions of one answer return seconds, or None if the answer has no such time; a failed answer has none.
 """
 
 from collections import Counter
@@ -20,7 +19,7 @@ Source = Literal["usage", "chunks", "vocabulary", "chunk count"]
 
 
 class Counts(Protocol):
-    """Whoever encodes text as the model does, such as a `Vocabulary`."""
+    """Encodes text as the model does, such as a `Vocabulary`."""
 
     def encode(self, text: str) -> Sequence[int]:
         """The ids of a text, without control tokens."""
@@ -28,24 +27,24 @@ class Counts(Protocol):
 
 
 class Tokens(Record, frozen=True):
-    """How many tokens an answer has, and who says so.
+    """The number of tokens of an answer, and its source.
 
-    usage: the server's count. chunks: the sum of what its events say. vocabulary: its text encoded anew. chunk count:
-    one for each event, which is too few where events carry several.
+    usage: the server's count. chunks: the sum over its events. vocabulary: its text, encoded by the client. chunk
+    count: one per event, which is too low if events contain several tokens.
     """
 
     count: int
     source: Source
 
 
-# ----------------------------------------------------------------------------------------------------- of one answer
+# ----------------------------------------------------------------------------------------------------- one answer
 
 
-UNFINISHED = ("skipped", "deadline")  # by us, who ended the run: the server is not to blame
+UNFINISHED = ("skipped", "deadline")  # ended by the client with the run: not failures of the server
 
 
 def failure_of(answer: Answer) -> str | None:
-    """Why an answer has failed: its failure, or `empty` where it ended well and nothing came. None: it has not."""
+    """Why an answer failed: its failure, or `empty` if it ended without any token. None: it succeeded."""
     return answer.failure or (None if answer.chunks and answer.sent is not None else "empty")
 
 
@@ -57,13 +56,13 @@ def ttft(answer: Answer) -> float | None:
 def answer_ttft(answer: Answer) -> float | None:
     """From the request's first byte to the first token that is not thinking: of the answer or of a tool call.
 
-    None where thinking took all tokens: an empty event behind it, as with the finish_reason, is no answer.
+    None if thinking took all tokens: an empty event after it, such as the one with finish_reason, does not count.
     """
     return _since(answer.sent, answer, [chunk for chunk in answer.chunks if _answers(chunk)])
 
 
 def thinking(answer: Answer) -> float | None:
-    """From the first token of thinking to the first that is none, or to the end; None where nothing was thought."""
+    """From the first thinking token to the first other token, or to the end; None without thinking."""
     first = next((chunk.at for chunk in answer.chunks if chunk.kind == "thinking"), None)
     if failure_of(answer) is not None or first is None:
         return None
@@ -76,7 +75,7 @@ def _answers(chunk: Chunk) -> bool:
 
 
 def e2el(answer: Answer) -> float | None:
-    """From the request's first byte to the last token; what ends the stream after it is not counted."""
+    """From the request's first byte to the last token; the end of the stream after it is not counted."""
     return _since(answer.sent, answer, answer.chunks[-1:])
 
 
@@ -88,7 +87,7 @@ def tpot(answer: Answer, counts: Counts | None = None) -> float | None:
 
 
 def itls(answer: Answer) -> list[float]:
-    """The gaps between chunks. They are gaps between tokens only where each chunk carries one."""
+    """The gaps between chunks. They equal gaps between tokens only if each chunk has one token."""
     if failure_of(answer) is not None:
         return []
     times = [chunk.at for chunk in answer.chunks]
@@ -96,24 +95,24 @@ def itls(answer: Answer) -> list[float]:
 
 
 def ttft_from_schedule(answer: Answer) -> float | None:
-    """From when the schedule wanted the request sent to the first token. A wait for a free place is part of it."""
+    """From the request's scheduled time to the first token, including a wait for max_concurrency."""
     return _since(answer.planned, answer, answer.chunks)
 
 
 def e2el_from_schedule(answer: Answer) -> float | None:
-    """From when the schedule wanted the request sent to the last token. A wait for a free place is part of it."""
+    """From the request's scheduled time to the last token, including a wait for max_concurrency."""
     return _since(answer.planned, answer, answer.chunks[-1:])
 
 
 def queue_time(answer: Answer) -> float | None:
-    """How long after its planned time the request was sent: what the limit of concurrency, or this client, cost."""
+    """Seconds from the planned time to sending: the delay by max_concurrency, or by this client."""
     return None if answer.sent is None or failure_of(answer) is not None else max(0.0, answer.sent - answer.planned)
 
 
 def output_tokens(answer: Answer, counts: Counts | None = None) -> Tokens:
-    """Tokens of an answer, thinking and tool calls among them, from the best source that there is.
+    """Tokens of an answer, including thinking and tool calls, from the best available source.
 
-    counts: who counts text, where the server says nothing.
+    counts: counts tokens if the server does not report them.
     """
     if answer.usage is not None and answer.usage.completion_tokens is not None:
         return Tokens(count=answer.usage.completion_tokens, source="usage")
@@ -126,13 +125,13 @@ def output_tokens(answer: Answer, counts: Counts | None = None) -> Tokens:
 
 
 def input_tokens(answer: Answer) -> int:
-    """Tokens of the prompt: as the server counts them, else as whoever made the request did, else 0."""
+    """Tokens of the prompt: the server's count, else the count from the request's creation, else 0."""
     said = None if answer.usage is None else answer.usage.prompt_tokens
     return said if said is not None else answer.ask.prompt_tokens or 0
 
 
 def texts(answer: Answer) -> list[str]:
-    """All that the model wrote, in parts: thinking, answer, arguments and names of calls."""
+    """All generated text, in parts: thinking, answer, names and arguments of tool calls."""
     calls = [str(call.get(part) or "") for call in answer.calls for part in ("name", "arguments")]
     return [part for part in (answer.thinking, answer.text, *calls) if part]
 
@@ -141,9 +140,9 @@ def _since(start: float | None, answer: Answer, chunks: Sequence[Chunk]) -> floa
     return None if start is None or not chunks or failure_of(answer) is not None else chunks[0].at - start
 
 
-# ------------------------------------------------------------------------------------------------------ of many answers
+# ------------------------------------------------------------------------------------------------------ many answers
 
-# Names as the keys have them. vLLM knows the first seven; the eighth is its name for our e2el_from_schedule.
+# Names as in the keys. e2el_including_client_queue is vLLM's name for our e2el_from_schedule.
 MEASURES: dict[str, Callable[[Answer], float | None]] = {
     "ttft": ttft,
     "tpot": tpot,
@@ -160,7 +159,7 @@ SLOS = ("ttft", "tpot", "e2el", "answer_ttft")
 
 
 def values(answers: Iterable[Answer], name: str, counts: Counts | None = None) -> list[float]:
-    """A measure of every answer that has it, seconds. name: of NAMES; itl gives the gaps of all answers."""
+    """The measure `name` (of NAMES) in seconds, of every answer that has it; itl: the gaps of all answers."""
     if name == "itl":
         return [gap for answer in answers for gap in itls(answer)]
     measure = MEASURES[name]
@@ -169,9 +168,9 @@ def values(answers: Iterable[Answer], name: str, counts: Counts | None = None) -
 
 
 def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
-    """mean, median, std and percentiles as vLLM names them: `p99_ttft_ms`. None, all of them, of no values.
+    """mean, median, std and percentiles under vLLM's names, such as `p99_ttft_ms`. All are None without values.
 
-    Percentiles are linear between two values, as numpy has them; std is that of the population.
+    Percentiles are interpolated linearly, as in numpy; std is that of the population.
     """
     ms = np.asarray(seconds, dtype=np.float64) * 1000
     keys = [f"mean_{name}_ms", f"median_{name}_ms", f"std_{name}_ms", *(f"p{p:g}_{name}_ms" for p in percentiles)]
@@ -189,14 +188,14 @@ def figures(
     goodput: Mapping[str, float] | None = None,
     counts: Counts | None = None,
 ) -> dict[str, Any]:
-    """What was measured, under vLLM's keys, the lists per request among them (LISTS); times per request are seconds.
+    """The figures under vLLM's keys, including the per-request lists (LISTS); times per request are in seconds.
 
-    names: of NAMES, which get statistics. goodput: milliseconds by a name of SLOS, all of which a good request keeps.
-    counts: who counts text, where a server says nothing.
+    names: latencies of NAMES for which statistics are computed. goodput: SLO targets in milliseconds by a name of SLOS;
+    a good request meets all. counts: counts tokens if a server does not report them.
 
-    Beside vLLM's keys: `failures`, how many by kind, those of UNFINISHED too, which `failed` leaves out;
-    `output_tokens_sources`, how many answers were counted by whom; `total_thinking_tokens` and `total_cached_tokens`,
-    where the server says so.
+    In addition to vLLM's keys: `failures`, the number by kind, including UNFINISHED, which `failed` leaves out;
+    `output_tokens_sources`, the number of answers by source of their token count; `total_thinking_tokens` and
+    `total_cached_tokens`, if the server reports them.
     """
     answers, seconds = run.answers, max(run.seconds, 1e-9)
     good = [answer for answer in answers if failure_of(answer) is None]
@@ -237,20 +236,18 @@ def figures(
     return found
 
 
-# The lists per request, which vLLM leaves out of a file unless --save-detailed is given.
+# The per-request lists, which vLLM saves only with --save-detailed.
 LISTS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 
 
 def error_of(answer: Answer) -> str:
-    """One line on why an answer failed; empty where it has not."""
+    """One line on why an answer failed; empty if it succeeded."""
     kind = failure_of(answer)
-    return (
-        "" if kind is None else answer.error or ("the answer ended, and nothing had come" if kind == "empty" else kind)
-    )
+    return "" if kind is None else answer.error or ("the answer ended without any token" if kind == "empty" else kind)
 
 
 def spread(answer: Answer, counts: Counts | None = None) -> list[tuple[float, float]]:
-    """When its tokens came: (time, tokens) of each chunk. Where events do not say, each has the same share of all."""
+    """(time, tokens) of each chunk. If events do not report tokens, each gets the same share of the total."""
     said = [chunk.tokens for chunk in answer.chunks if chunk.tokens is not None]
     if said and len(said) == len(answer.chunks):
         return [(chunk.at, float(tokens)) for chunk, tokens in zip(answer.chunks, said, strict=True)]
@@ -271,7 +268,7 @@ def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) ->
 
 
 def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
-    """How many requests ran, as (time, from then on), those among them that failed. One that ends makes room first."""
+    """Running requests over time, as (time, number from then on), failed ones included. Ends sort before starts."""
     changes: list[tuple[float, int]] = []
     for answer in answers:
         if answer.sent is not None:
@@ -285,7 +282,7 @@ def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
 
 
 def keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None = None) -> bool:
-    """Whether an answer keeps every SLO, milliseconds by a name of SLOS. One that failed keeps none."""
+    """Whether an answer meets every SLO target, in milliseconds by a name of SLOS. A failed answer meets none."""
 
     if failure_of(answer) is not None:
         return False

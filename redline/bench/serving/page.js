@@ -1,12 +1,12 @@
 "use strict";
 
-// Draws the page's sections from the JSON in it. Every text becomes a text node, so none can be markup.
-// page_numbers.js stands before it in the same script.
+// Draws the page's sections from its embedded JSON. All text becomes text nodes, never markup.
+// page_numbers.js precedes this file in the same script.
 
 const COLOURS = 7;
 const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 
-/** An element with attributes and children; a child that is a string becomes text. */
+/** An element with attributes and children; a string child becomes a text node. */
 function html(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -24,10 +24,10 @@ function filled(element, attributes, children) {
   return element;
 }
 
-const textWidth = (text) => 6.6 * text.length; // about, at 12 px
+const textWidth = (text) => 6.6 * text.length; // estimate at 12 px
 const px = (value) => Math.round(value * 10) / 10;
 
-/** Shapes tell series apart where colours do not: a disc, square, triangle, diamond around (x, y). */
+/** A marker around (x, y) that distinguishes series without colour: disc, square, triangle, diamond. */
 function shape(kind, x, y, r) {
   [x, y] = [px(x), px(y)];
   if (kind === 1) return `M${px(x - r)} ${px(y - r)}h${2 * r}v${2 * r}h${-2 * r}z`;
@@ -42,7 +42,7 @@ function saveFile(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(address), 10000);
 }
 
-/** Copies a text and says so on the button; where copying is forbidden the text is saved as a file. */
+/** Copies a text and shows "Copied" on the button; if copying is not permitted, saves the text as a file. */
 async function copy(button, name, text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -62,21 +62,21 @@ function tool(text, title, act) {
   return html("button", { type: "button", title, onclick: act }, text);
 }
 
-/** One plot. `view` is what is shown, `home` all there is: both {x: range, y: range}. */
+/** One plot. `view` is the visible range, `home` the full one: both {x: range, y: range}. */
 class Chart {
   constructor(plot) {
     this.plot = plot;
     this.hidden = new Set();
     this.pointers = new Map();
-    this.current = null; // the point that the tooltip tells of
-    this.reset = tool("Reset zoom", "Show everything again (double click, or the key 0)", () => this.show(null));
+    this.current = null; // the point of the tooltip
+    this.reset = tool("Reset zoom", "Show the full range (double click, or the key 0)", () => this.show(null));
     const csv = tool("Copy CSV", "Copy the plot's data as CSV", () =>
       copy(csv, fileName(plot.title, "csv"), plotCsv(plot)));
-    const image = tool("Save SVG", "Save the plot as it is shown", () => this.save());
+    const image = tool("Save SVG", "Save the visible plot", () => this.save());
     this.svg = svg("svg", {
       class: "chart", tabindex: 0, role: "application", "aria-label":
-        `${plot.title}. Left and right go from point to point, up and down to another series, plus and minus zoom, ` +
-        "with shift the arrows move, 0 shows everything.",
+        `${plot.title}. Left and right select points, up and down another series, plus and minus zoom, ` +
+        "shift and arrows move the view, 0 shows the full range.",
     });
     this.tip = html("div", { class: "tip", role: "status", hidden: true });
     this.figure = html("figure", {},
@@ -105,13 +105,13 @@ class Chart {
     }));
   }
 
-  /** A colour for each series, and where they run out, another dash. */
+  /** The colour of a series; further series repeat the colours with another dash pattern. */
   stroke(i) {
     const dash = DASHES[Math.floor(i / COLOURS) % DASHES.length];
     return { class: `line s${i % COLOURS}`, ...(dash && { "stroke-dasharray": dash }) };
   }
 
-  /** Finds out what there is to show; a view that someone chose stays. */
+  /** Computes the full range from the visible series; a zoomed view is kept. */
   measure() {
     const { plot } = this;
     const seen = plot.series.filter((_, i) => !this.hidden.has(i));
@@ -119,7 +119,7 @@ class Chart {
     const width = this.barWidth(bars);
     const xs = [...seen.flatMap((one) => one.x), ...plot.marks.map((mark) => mark.x)];
     const ys = [...seen.flatMap((one) => [...one.y, ...one.low, ...one.high]), ...plot.marks.map((mark) => mark.y)];
-    // A line or a bar that began above zero would make small differences look large.
+    // Lines and bars start at zero: otherwise small differences would look large.
     const near = seen.every((one) => one.style === "points") ? 0.5 : 1;
     const home = { x: rangeOf(xs, plot.log_x, bars.length ? 0 : 0.2), y: rangeOf(ys, plot.log_y, near) };
     if (bars.length) home.x = [home.x[0] - width / 3, home.x[1] + width / 3];
@@ -130,7 +130,7 @@ class Chart {
     this.show(chosen ? { x: within(this.view.x, home.x), y: within(this.view.y, home.y) } : null);
   }
 
-  /** How much room the bars of one place have: the least distance of two. */
+  /** The width for the bars at one position: the least distance between two positions. */
   barWidth(bars) {
     const at = [...new Set(bars.flatMap((one) => one.x.map((x) => place(x, this.plot.log_x))))].filter(Number.isFinite);
     at.sort((a, b) => a - b);
@@ -197,7 +197,7 @@ class Chart {
     this.svg.replaceChildren(area, frame, ...texts);
   }
 
-  /** Where every point lies in pixels; NaN for a gap. Bars of several series stand side by side. */
+  /** The pixel positions of all points; NaN for a gap. Bars of several series are placed next to each other. */
   locate() {
     const { plot } = this;
     const bars = plot.series.map((one, i) => i).filter((i) => plot.series[i].style === "bars" && !this.hidden.has(i));
@@ -215,7 +215,7 @@ class Chart {
 
   series(one, i) {
     const [points, width] = [this.points[i], this.inner.width];
-    const bound = (value) => Math.min(Math.max(value, -1e4), 1e4); // far outside; a path's numbers have an end
+    const bound = (value) => Math.min(Math.max(value, -1e4), 1e4); // SVG paths cannot contain arbitrarily large numbers
     const seen = points.filter((point) => !Number.isNaN(point.py) && point.px > -9 - this.bar && point.px < width + 9 + this.bar);
     const colour = `s${i % COLOURS}`;
     const found = [];
@@ -245,7 +245,7 @@ class Chart {
       });
       found.push(svg("path", { ...this.stroke(i), d: path.join("") }));
     }
-    const alone = one.style === "line" && seen.length < 2; // a line of one point could not be seen
+    const alone = one.style === "line" && seen.length < 2; // a line of one point would be invisible
     if (one.style === "points" || one.style === "line and points" || alone) {
       const many = seen.length > 150;
       const places = new Map(seen.map((point) => [`${Math.round(2 * point.px)} ${Math.round(2 * point.py)}`, point]));
@@ -275,14 +275,14 @@ class Chart {
 
   // Pointing ------------------------------------------------------------------------------------------------------------
 
-  /** Where an event is inside the axes, in pixels of the drawing. */
+  /** The position of an event inside the axes, in pixels of the drawing. */
   where(event) {
     const box = this.svg.getBoundingClientRect();
     const factor = this.width / box.width;
     return { x: (event.clientX - box.left) * factor - this.inner.left, y: (event.clientY - box.top) * factor - this.inner.top };
   }
 
-  /** The axes' coordinates of a pixel. */
+  /** The axis coordinates of a pixel. */
   under({ x, y }) {
     const [a, b] = [this.view.x, this.view.y];
     return { x: a[0] + (x / this.inner.width) * (a[1] - a[0]), y: b[1] - (y / this.inner.height) * (b[1] - b[0]) };
@@ -311,7 +311,7 @@ class Chart {
         const bars = this.plot.series[point.series].style === "bars";
         const ends = bars ? [point.py, this.base] : [point.low, point.high, point.py].filter((end) => !Number.isNaN(end));
         const dy = Math.max(0, Math.min(...ends) - at.y, at.y - Math.max(...ends));
-        // Of two whose interval or bar is met the one whose point is nearer.
+        // If two intervals or bars contain the position, prefer the nearer point.
         const distance = Math.hypot(at.x - point.px, dy) + Math.abs(at.y - point.py) * 1e-3;
         if (distance < least) [best, least] = [point, distance];
       }
@@ -319,7 +319,7 @@ class Chart {
     return best;
   }
 
-  /** Tells of a point, or with null of none. */
+  /** Shows the tooltip of a point, or with null none. */
   point(one) {
     this.current = one;
     this.tip.hidden = one === null;
@@ -346,7 +346,7 @@ class Chart {
     this.tip.style.top = `${y + 12}px`;
   }
 
-  /** From the point that is told of to another: `by` points to the right, or to the series below. */
+  /** Moves the tooltip from the current point by `by` points to the right, or by `other` series down. */
   step(by, other) {
     const rows = this.points.map((points) => points.filter((point) => !Number.isNaN(point.py) && this.inside(point)));
     const kept = rows.filter((points) => points.length);
@@ -369,7 +369,7 @@ class Chart {
     on("dblclick", () => this.show(null));
     on("blur", () => this.point(null));
     on("wheel", (event) => {
-      // A page that is scrolled past must scroll: the wheel is the plot's once it was clicked, or with Ctrl.
+      // The wheel scrolls the page; it zooms the plot only with focus or with Ctrl.
       if (!event.ctrlKey && !event.metaKey && document.activeElement !== this.svg) return;
       event.preventDefault();
       this.zoom(this.where(event), 1.0015 ** Math.min(Math.max(event.deltaY * (event.deltaMode ? 30 : 1), -300), 300));
@@ -414,7 +414,7 @@ class Chart {
     this.over.replaceChildren(svg("rect", { class: "selection", x: left, y: top, width: right - left, height: bottom - top }));
   }
 
-  /** The pixels that a drag chooses: a rectangle, or a strip where the drag is nearly straight. */
+  /** The pixels selected by a drag: a rectangle, or a strip if the drag is nearly straight. */
   chosen({ from, to }) {
     const cut = (value, end) => Math.min(Math.max(value, 0), end);
     const span = (a, b, end) => [cut(Math.min(a, b), end), cut(Math.max(a, b), end)];
@@ -436,7 +436,7 @@ class Chart {
     this.show({ x: within([from.x, to.x], this.home.x), y: within([from.y, to.y], this.home.y) });
   }
 
-  /** Saves the plot with the colours that it has on the screen. */
+  /** Saves the plot as SVG with its current colours. */
   save() {
     this.point(null);
     const clone = this.svg.cloneNode(true);
@@ -504,7 +504,7 @@ function page({ title, subtitle, sections, provenance }) {
   const main = html("main");
   const contents = [];
   const charts = [];
-  let plots = null; // those that follow one another share a grid
+  let plots = null; // consecutive plots share a grid
   for (const section of sections) {
     if (section.type !== "Plot") plots = null;
     if (section.type === "Plot") {
@@ -523,7 +523,7 @@ function page({ title, subtitle, sections, provenance }) {
     main,
     provenance.length ? html("footer", {}, html("dl", {}, ...provenance.flatMap(([name, value]) =>
       [html("dt", {}, name), html("dd", {}, value)]))) : "");
-  for (const chart of charts) chart.resize(); // now, not with the next frame: a page that nobody looks at has none
+  for (const chart of charts) chart.resize(); // now, not in the next animation frame: a page in the background has none
 }
 
 if (typeof document !== "undefined") page(JSON.parse(document.getElementById("data").textContent));

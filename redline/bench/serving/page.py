@@ -1,8 +1,8 @@
-"""Sections as one HTML page that stands alone: nothing is loaded from elsewhere, nothing is sent anywhere.
+"""Renders sections as one self-contained HTML page, which makes no network requests.
 
-The page's own script (page_numbers.js, page.js) draws what lies beside it as JSON. Whatever a server or a model has
-said is in that JSON and becomes text, never markup: `<` is escaped in it, the script only ever writes text nodes, and
-the page's policy allows no other script or style than the two whose hashes it names.
+The page's script (page_numbers.js, page.js) draws the JSON embedded in the page. Output of servers and models is in
+that JSON and becomes text, never markup: `<` is escaped, the script writes text nodes only, and the page's content
+security policy allows only the script and the style with its hashes.
 """
 
 import base64
@@ -20,9 +20,9 @@ from redline.bench.serving.sections import Section
 def render(
     title: str, sections: Sequence[Section], *, subtitle: str = "", provenance: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """The page's HTML. A number that is not finite is a gap in its plot.
+    """The page's HTML. A number that is not finite becomes a gap in its plot.
 
-    subtitle: a line below the title. provenance: names and values at the page's foot, such as machine, commit, date.
+    subtitle: a line below the title. provenance: names and values in the page's footer: machine, commit, date ...
     """
     style, script = _part("page.css"), _part("page_numbers.js") + _part("page.js")
     data = {"title": title, "subtitle": subtitle, "sections": list(sections), "provenance": list(provenance)}
@@ -34,7 +34,7 @@ def render(
         policy=policy,
         title=html.escape(title),
         style=style,
-        # In JSON `<` stands in texts alone, so neither </script> nor <!-- can be in what the parser of HTML reads.
+        # In JSON `<` occurs in strings only; escaped, neither </script> nor <!-- can reach the HTML parser.
         data=msgspec.json.encode(data).decode().replace("<", "\\u003c"),
         script=script,
     )
@@ -45,5 +45,5 @@ def _part(name: str) -> str:
 
 
 def _hash(source: str) -> str:
-    """As a policy names an inline script or style."""
+    """The hash of an inline script or style, in the form of a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()

@@ -1,15 +1,15 @@
 "use strict";
 
-// What a page of results computes: places and ticks on axes, zoom, numbers as text, CSV, sorting. It knows no document.
-// Ranges of axes are in the axis's own coordinate: the value, or its decimal logarithm.
+// The computations of a page of results: axis coordinates and ticks, zoom, number formatting, CSV, sorting, without the
+// DOM. Ranges of axes are in the axis's own coordinate: the value, or its decimal logarithm.
 
-/** The coordinate of a value; NaN where an axis has no place for it. */
+/** The coordinate of a value; NaN if it cannot be shown on the axis. */
 function place(value, log) {
   if (value === null || value === undefined) return NaN;
   return log ? (value > 0 ? Math.log10(value) : NaN) : value;
 }
 
-/** A number for an axis whose ticks are `step` apart: no more digits than tell two ticks apart. */
+/** A number on an axis whose ticks are `step` apart, with just enough digits to distinguish two ticks. */
 function tickText(value, step) {
   const size = Math.abs(value);
   if (size < step * 1e-6) return "0";
@@ -27,7 +27,7 @@ function numberText(value) {
   return Number(value.toPrecision(5)).toLocaleString("en-US", { maximumFractionDigits: 9 });
 }
 
-/** A value with its axis's name: "TTFT, ms" and 12 are "TTFT 12 ms", and "ms" and 12 are "12 ms". */
+/** A value with its axis label: "TTFT, ms" and 12 give "TTFT 12 ms"; "ms" and 12 give "12 ms". */
 function valueText(label, value) {
   const comma = label.indexOf(",");
   if (comma < 0) return /^[mµ]?s$|^%|\/s$/.test(label) ? `${numberText(value)} ${label}` : `${label} ${numberText(value)}`;
@@ -52,8 +52,8 @@ function evenTicks(low, high, most, whole) {
 }
 
 /**
- * Ticks of a range: where, and what stands there; a tick without text is a grid line alone.
- * whole: between two whole numbers there is nothing.
+ * Ticks of a range: positions and texts; a tick without text is a grid line only.
+ * whole: the values are integers, so ticks are too.
  */
 function ticks([low, high], log, most, whole = false) {
   if (!log) return evenTicks(low, high, most, whole);
@@ -74,7 +74,7 @@ function ticks([low, high], log, most, whole = false) {
   return found;
 }
 
-/** The range that shows all values, with a margin; from zero where the least is below `near` of the largest. */
+/** The range of all values with a margin; it starts at zero if the least value is below `near` times the largest. */
 function rangeOf(values, log, near) {
   let low = Infinity;
   let high = -Infinity;
@@ -91,7 +91,7 @@ function rangeOf(values, log, near) {
   return [end(low, -margin), end(high, margin)];
 }
 
-/** The range moved, and cut where it is too long, so that it lies in `home`; it never gets shorter than a millionth. */
+/** The range moved, and cut if too long, to fit into `home`; at least a millionth of its length. */
 function within([low, high], home) {
   const whole = home[1] - home[0];
   const span = Math.max(high - low, whole * 1e-6);
@@ -100,12 +100,12 @@ function within([low, high], home) {
   return [start, start + span];
 }
 
-/** The range `factor` times as long; what is at `at` stays where it is, unless `home` ends there. */
+/** The range scaled by `factor` around `at`, within `home`. */
 function zoomed([low, high], at, factor, home) {
   return within([at - (at - low) * factor, at + (high - at) * factor], home);
 }
 
-/** What of a line can be seen: of many points that share a column of pixels the first, lowest, highest and last. */
+/** The visible points of a line: of many points in one pixel column, the first, lowest, highest and last. */
 function thinned(points, width) {
   if (points.length < 4 * width) return points;
   const found = [];
@@ -129,7 +129,7 @@ function thinned(points, width) {
 
 function csvCell(value) {
   if (typeof value === "number") return String(value);
-  // A spreadsheet would run a text that begins like a formula.
+  // A spreadsheet would evaluate text that starts like a formula.
   const text = /^[=+\-@\t\r]./.test(value) && !/^[-+]?[\d.,]+( ?%)?$/.test(value) ? `'${value}` : value;
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
@@ -138,7 +138,7 @@ function csvOf(rows) {
   return rows.map((row) => row.map((cell) => csvCell(cell ?? "")).join(",")).join("\r\n") + "\r\n";
 }
 
-/** A plot's points, one a row. */
+/** A plot's points as CSV, one per row. */
 function plotCsv(plot) {
   const rows = [["series", plot.x_label, plot.y_label, "low", "high", "label"]];
   for (const one of plot.series) {
@@ -147,19 +147,19 @@ function plotCsv(plot) {
   return csvOf(rows);
 }
 
-/** The number with which a cell begins, such as 1234.5 in "1,234.5 ms"; NaN where it begins with none. */
+/** The number at the start of a cell, such as 1234.5 in "1,234.5 ms"; NaN if there is none. */
 function cellNumber(cell) {
   const found = /^[±]?([-+−]?)(\d[\d,]*\.?\d*(?:e[-+]?\d+)?|\.\d+)/i.exec(cell.trim());
   return found ? Number(found[2].replaceAll(",", "")) * (found[1] === "-" || found[1] === "−" ? -1 : 1) : NaN;
 }
 
-/** Whether a column holds numbers, such as "1,234", "12 %" or "3 of 10": every cell that says something, and one does. */
+/** Whether a column is numeric, such as "1,234", "12 %" or "3 of 10": all non-empty cells are, and there is one. */
 function isNumeric(cells) {
   const said = cells.map((cell) => cell.trim()).filter((cell) => !/^[-–—]?$/.test(cell));
   return said.length > 0 && said.every((cell) => /^[±]?[-+−]?[\d.][\d.,]*(e[-+]?\d+)?( ?[^\s\d,]{1,10}| of [\d,]+)?$/i.test(cell));
 }
 
-/** The rows by one column, as numbers where it holds numbers; what says nothing comes last either way. */
+/** The rows sorted by one column, numerically if it is numeric; empty cells come last in both directions. */
 function sorted(rows, column, descending) {
   const numeric = isNumeric(rows.map((row) => row[column]));
   const sign = descending ? -1 : 1;

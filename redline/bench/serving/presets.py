@@ -1,4 +1,4 @@
-"""Known settings of a load by name: what to ask, and how many streams at once. Flags that are given win over them."""
+"""Presets of a load by name: prompts and concurrency. Explicit flags override them."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from redline.wire.base import Record
 
 
 class Preset(Record, frozen=True):
-    """One setting. dataset: fields of a `DatasetConfig`. streams: at once, unless --max-concurrency says otherwise.
+    """One preset. dataset: fields of a `DatasetConfig`. streams: concurrent requests, the default of --max-concurrency.
 
-    prompts_per_stream, warmups_per_stream: requests of the run and before it, times the streams. about: one line.
+    prompts_per_stream, warmups_per_stream: requests and warm-ups per stream. about: a description of one line.
     """
 
     about: str
@@ -54,7 +54,7 @@ PRESETS: dict[str, Preset] = {
     "inferencex-8k-1k": _inferencex(8192, 1024),
     "inferencex-1k-1k": _inferencex(1024, 1024),
     "chat": Preset(
-        about="a chat's turn: 256 in behind a system prompt of 256 that all share, 256 out, lengths vary by half",
+        about="a chat turn: 256 in after a shared system prompt of 256, 256 out, lengths vary by half",
         dataset={
             "dataset_name": "random",
             "random_input_len": 256,
@@ -70,16 +70,16 @@ PRESETS: dict[str, Preset] = {
 
 
 def with_preset(name: str | None, dataset: dict[str, Any], pace: dict[str, Any]) -> tuple[DatasetConfig, Pace]:
-    """The configuration and the pace of the flags that were given, over those of a preset, if any.
+    """The configuration and the pace of the given flags, which override those of a preset, if any.
 
-    dataset, pace: fields of `DatasetConfig` and `Pace`, only those that were given. A preset's numbers of prompts and
-    warm-ups follow max_concurrency where it is given. Raises ConfigError for a name that is none.
+    dataset, pace: the given fields of `DatasetConfig` and `Pace`. A preset's numbers of prompts and warm-ups scale with
+    max_concurrency. Raises ConfigError for an unknown name.
     """
     if name is None:
         return DatasetConfig(**dataset), Pace(**pace)
     preset = PRESETS.get(name)
     if preset is None:
-        raise ConfigError(f"--preset {name}: give one of {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset {name}: expected one of {', '.join(PRESETS)}")
     streams = pace.get("max_concurrency") or preset.streams
     whole: dict[str, Any] = {"num_prompts": preset.prompts_per_stream * streams, **preset.dataset, **dataset}
     timed: dict[str, Any] = {"warmups": preset.warmups_per_stream * streams, **pace, "max_concurrency": streams}

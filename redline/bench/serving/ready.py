@@ -1,4 +1,4 @@
-"""What is asked of a server beside the load: whether it is there, which models it has, and what its drafts did."""
+"""Queries to a server outside the load: readiness, its list of models, its counters of speculative decoding."""
 
 import re
 from collections.abc import Callable
@@ -12,9 +12,12 @@ from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-LOADING_S, ABSENT_S = 600.0, 10.0  # a server that says 503 loads its model; where nobody listens, perhaps nobody will
+LOADING_S, ABSENT_S = (
+    600.0,
+    10.0,
+)  # timeouts: while a server loads (503); if connections are refused
 ANSWER_S = 30.0
-MOST_BYTES = 16 << 20  # of one such answer
+MOST_BYTES = 16 << 20  # maximum bytes of one response
 
 
 class _Model(msgspec.Struct):
@@ -27,9 +30,9 @@ class _Models(msgspec.Struct):
 
 
 class Drafting(Record, frozen=True):
-    """Counters of speculative decoding since a server's start. accepted_at: by the place among a step's drafts."""
+    """Counters of speculative decoding since a server's start. accepted_at: accepted drafts by their position."""
 
-    drafts: int = 0  # times that drafts were verified
+    drafts: int = 0  # rounds that verified drafts
     tokens: int = 0
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
@@ -43,10 +46,11 @@ def models(
     clock: Callable[[], float] = clock.monotonic,
     wait: Callable[[float], object] = clock.sleep,
 ) -> tuple[str, ...]:
-    """The names of a server's models, once it is ready; none where it has no /v1/models.
+    """Waits until a server is ready, and returns the names of its models; () if it has no /v1/models.
 
-    seconds: to wait for it; None: LOADING_S while it loads, ABSENT_S while nobody listens; 0: not at all. tell: called
-    with a line before it waits. clock, wait: for tests. Raises ConfigError where it is not there, or refuses the key.
+    seconds: timeout; None: LOADING_S while the server loads, ABSENT_S while connections are refused; 0: does not wait.
+    tell: called with a message before waiting. clock, wait: for tests. Raises ConfigError if the server is not ready in
+    time, or rejects the key.
     """
     place = f"{target.base_url}/v1/models"
     began, told = clock(), False
@@ -55,7 +59,7 @@ def models(
             try:
                 answer = _get(http, place)
                 if answer.status == 200 and _get(http, f"{target.base_url}/health").status == 503:
-                    answer = None  # some list their models while they load them
+                    answer = None  # some servers list their models while loading
                 state, most = f"{target.base_url} is not ready (503)", LOADING_S
             except httpx.TransportError as error:
                 answer = None
@@ -65,9 +69,9 @@ def models(
             most = most if seconds is None else seconds
             if clock() - began >= most:
                 waited = f"; waited {most:g} s" if most else ""
-                raise ConfigError(f"{state}{waited}: is --base-url right? --ready-check-timeout-sec waits longer")
+                raise ConfigError(f"{state}{waited}: check --base-url, or increase --ready-check-timeout-sec")
             if not told:
-                tell(f"{state}; waiting {most:g} s at most, Ctrl-C leaves")
+                tell(f"{state}; waiting up to {most:g} s (Ctrl-C to abort)")
                 told = True
             wait(0.5)
 
@@ -78,7 +82,7 @@ class _Answer(NamedTuple):
 
 
 def _get(http: httpx.Client, place: str) -> _Answer:
-    """One answer, of MOST_BYTES and ANSWER_S at most: what comes beyond them is left."""
+    """GETs a response, truncated after MOST_BYTES bytes or ANSWER_S seconds."""
     data, until = b"", clock.monotonic() + ANSWER_S
     with http.stream("GET", place) as answer:
         for part in answer.iter_bytes():
@@ -90,7 +94,7 @@ def _get(http: httpx.Client, place: str) -> _Answer:
 
 def _names(place: str, answer: _Answer) -> tuple[str, ...]:
     if answer.status in (401, 403):
-        raise ConfigError(f"{place} answers {answer.status}: set the server's key in OPENAI_API_KEY")
+        raise ConfigError(f"{place} returns {answer.status}: set the server's key in OPENAI_API_KEY")
     if answer.status != 200:
         return ()
     try:
@@ -100,7 +104,7 @@ def _names(place: str, answer: _Answer) -> tuple[str, ...]:
 
 
 def max_model_len(target: Target) -> int | None:
-    """Tokens of a prompt and its answer that the target's model takes, where the server's list of models says so."""
+    """Maximum tokens of prompt and answer of the target's model, from the server's list of models; None: unknown."""
     try:
         with _http(target) as http:
             answer = _get(http, f"{target.base_url}/v1/models")
@@ -111,7 +115,7 @@ def max_model_len(target: Target) -> int | None:
 
 
 def drafting(target: Target) -> Drafting | None:
-    """The counters of speculative decoding in a server's /metrics, under vLLM's names; None where it has none."""
+    """The counters of speculative decoding in a server's /metrics, under vLLM's names; None if there are none."""
     try:
         with _http(target) as http:
             answer = _get(http, f"{target.base_url}/metrics")
@@ -126,7 +130,7 @@ _LINE = re.compile(r"vllm:spec_decode_(\w+?)(?:_total)?(\{[^\n]*\})?\s+([0-9.eE+
 
 
 def counters(text: str) -> Drafting | None:
-    """`Drafting` from a page of Prometheus' format, summed over its labels; None where no line speaks of drafts."""
+    """Parses `Drafting` from Prometheus' text format, summed over labels; None without counters of drafts."""
     found: dict[str, int] = {}
     places: dict[int, int] = {}
     for line in text.splitlines():
@@ -137,7 +141,7 @@ def counters(text: str) -> Drafting | None:
         try:
             value = int(float(match[3]))
         except (ValueError, OverflowError):
-            continue  # no number, or one without end
+            continue  # not a number, or infinite
         place = re.search(r'[{,]position="(\d{1,3})"', labels)
         if name == "num_accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value
@@ -154,9 +158,9 @@ def counters(text: str) -> Drafting | None:
 
 
 def drafting_figures(before: Drafting | None, after: Drafting | None) -> dict[str, Any]:
-    """What drafts did between two looks, under vLLM's keys; nothing where the server does not say, or drafted nothing.
+    """The acceptance between two reads, under vLLM's keys; {} if the server has no counters, or had no drafts.
 
-    Counters are the server's, so what others asked of it meanwhile is in them too.
+    The counters cover the whole server, including the requests of other clients.
     """
     if before is None or after is None or after.drafts <= before.drafts or after.tokens <= before.tokens:
         return {}
@@ -184,4 +188,4 @@ def _http(target: Target) -> httpx.Client:
     try:
         return httpx.Client(headers=headers, timeout=ANSWER_S, verify=target.verify_tls, trust_env=not here)
     except (ValueError, ImportError, OSError) as error:
-        raise ConfigError(f"the proxy or certificates of the environment cannot be used: {error}") from None
+        raise ConfigError(f"the proxy or certificate settings of the environment are invalid: {error}") from None

@@ -1,7 +1,7 @@
-"""What is asked of a server and what came back: the facts from which every figure of this room is made.
+"""Requests and their answers: the raw data from which all figures are computed.
 
-Times of an `Answer` are seconds on one monotonic clock, from the beginning of its run. Nothing here is computed: what
-is not a fact (TTFT, TPOT, ...) is a function in `metrics.py`, so that a saved result can be looked at in other ways.
+Times of an `Answer` are seconds on one monotonic clock, from the start of its run. These records contain raw data only:
+derived figures (TTFT, TPOT, ...) are functions in `metrics.py`, so that a saved result can be evaluated in other ways.
 """
 
 from typing import Any, Literal
@@ -15,11 +15,11 @@ Failure = Literal["refused", "http", "stalled", "dropped", "malformed", "server"
 
 
 class Ask(Record, frozen=True):
-    """One request, before a dialect gives it its body.
+    """One request, before a dialect encodes its body.
 
-    Exactly one of messages, text and ids is given. prompt_tokens: as the named tokenizer counts them; None: nobody has
-    counted. name: the domain, category or session that the request belongs to, by which tables may group. tools and
-    extra: fields of the body, which win over the run's.
+    Exactly one of messages, text and ids is given. prompt_tokens: counted by the configured tokenizer; None: not
+    counted. name: the domain, category or session of the request, for grouping in tables. tools and extra: fields of
+    the body, which override the run's.
     """
 
     max_tokens: int
@@ -33,21 +33,20 @@ class Ask(Record, frozen=True):
 
 
 class Usage(Record, frozen=True):
-    """What the server says it has counted; None where it does not say."""
+    """The token counts reported by the server; None if not reported."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None  # prompt_tokens_details
     reasoning_tokens: int | None = None  # completion_tokens_details
-    accepted_tokens: int | None = None  # completion_tokens_details.accepted_prediction_tokens, where drafts are counted
+    accepted_tokens: int | None = None  # completion_tokens_details.accepted_prediction_tokens, of draft tokens
 
 
 class Chunk(Record, frozen=True):
-    """One event of a stream that carried text or part of a tool call.
+    """One event of a stream with text or part of a tool call.
 
-    at: when the bytes that completed it were read from the socket. characters: of its text. tokens: where the server
-    says so (token ids or log probabilities in the event); None: unknown. Several chunks may have come in one read: then
-    they have the same time.
+    at: when the bytes that completed it were read from the socket. characters: of its text. tokens: if the server
+    reports them (token ids or log probabilities in the event); None: unknown. Chunks of one read have the same time.
     """
 
     at: float
@@ -57,13 +56,13 @@ class Chunk(Record, frozen=True):
 
 
 class Answer(Record, frozen=True):
-    """What became of one `Ask`. A failed one keeps what had come until then.
+    """The answer to one `Ask`. A failed one contains the data received before the failure.
 
-    planned: when the schedule wanted it sent. taken: when the client took it up, its planned time and a free place
-    having come; where no connection was ready, one is opened then. connected: when it had its connection; as taken
-    where one was ready. sent: when its first byte was handed to the socket; None: it never was. head: when the
-    response's head had been read. end: when the last byte, or the failure, came. error: one line with what happened;
-    failure: which kind; both are None where the server answered as it should. finish: the last choice's finish_reason.
+    planned: the scheduled time. taken: when the client started the request, after its planned time and the wait for
+    max_concurrency; if no connection is ready, one is opened then. connected: when it had a connection; equal to taken
+    if one was ready. sent: when its first byte was written to the socket; None: never. head: when the response's head
+    was read. end: time of the last byte, or of the failure. error: one line of description; failure: its kind; both are
+    None if the request succeeded. finish: the last choice's finish_reason.
     """
 
     index: int
@@ -80,17 +79,17 @@ class Answer(Record, frozen=True):
     calls: tuple[dict[str, Any], ...] = ()  # tool calls: id, name, arguments (joined)
     usage: Usage | None = None
     finish: str | None = None
-    status: int | None = None  # of HTTP
+    status: int | None = None  # HTTP status
     failure: Failure | None = None
     error: str | None = None
 
 
 class GeneratorLoad(Record, frozen=True):
-    """How busy the load generator itself was: whether it is the limit of what was measured.
+    """The load of the load generator itself, to detect that it limits the measurement.
 
-    cpu_share: processor seconds of this process over the run's seconds. lag: how late the event loop woke for a timer,
-    seconds, at its median, 99th percentile and worst. late_sends: requests that were sent more than 10 ms after a free
-    place and their planned time allowed it.
+    cpu_share: CPU seconds of this process per second of the run. lag: seconds by which the event loop woke late for a
+    timer, at the median, the 99th percentile and the worst. late_sends: requests sent more than 10 ms after their
+    planned time and max_concurrency allowed.
     """
 
     cpu_share: float
@@ -101,10 +100,10 @@ class GeneratorLoad(Record, frozen=True):
 
 
 class Run(Record, frozen=True):
-    """One load, ended: its answers in the order of their asks, warm-ups left out.
+    """A finished load: its answers in the order of their asks, without warm-ups.
 
-    began: Unix time. seconds: from the first planned send to the last answer's end. stopped: True where Ctrl-C or the
-    deadline ended it before all was asked.
+    began: Unix time. seconds: from the first planned send to the last answer's end. stopped: Ctrl-C or the deadline
+    ended it before all requests were sent.
     """
 
     began: float

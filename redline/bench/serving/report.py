@@ -1,4 +1,4 @@
-"""Saved results as sections: of one, and of several beside one another, what can be compared first."""
+"""Sections of saved results: of one result, or of several together with their comparison."""
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from redline.bench.serving.sections import Heading, Plot, Section, Series, Table
 from redline.bench.serving.serve_page import heading
 from redline.errors import ConfigError
 
-# Where the sections of a result's kind are made: a function of the result. A verb adds itself here.
+# Result kind -> the function that returns the sections of a result. Each command has an entry.
 SECTIONS = {
     "serve": "redline.bench.serving.serve_page:serve_sections",
     "vllm": "redline.bench.serving.serve_page:serve_sections",
@@ -26,51 +26,51 @@ SECTIONS = {
     "compare": "redline.bench.serving.compare:compare_sections",
 }
 LOADS = ("serve", "vllm")  # kinds with one load, under vLLM's keys
-MERGED = ("sweep", "accept")  # kinds whose plots have the same axes in every result
+MERGED = ("sweep", "accept")  # kinds in which the plots of all results have the same axes
 CDF_POINTS = 300
 
 
 def sections_of(result: Result) -> list[Section]:
-    """The sections of one result. Raises ConfigError where its kind is unknown, or what it needs is not in it."""
+    """The sections of one result. Raises ConfigError if its kind is unknown or its content incomplete."""
     if result.kind not in SECTIONS:
         raise ConfigError(f"a result of kind {result.kind!r}: expected one of {', '.join(SECTIONS)}")
     make: Callable[[Result], list[Section]] = resolve_name(SECTIONS[result.kind])
     try:
         return make(result)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"a result of kind {result.kind}: what its page needs is not in it: {error}") from error
+        raise ConfigError(f"a result of kind {result.kind} is incomplete: {error}") from error
 
 
 def page_of(results: Sequence[tuple[str, Result]], title: str = "") -> str:
-    """The page of results, each with the name of its file. title: absent, it says what they are.
+    """The page of results, each with the name of its file. title: default: describes the results.
 
-    Raises ConfigError as `sections_of` does.
+    Raises the errors of `sections_of`.
     """
     if len(results) > 1:
         title = title or f"redline bench report: {len(results)} results"
         return render(title, sections_together(results))
     result = results[0][1]
-    subtitle = "" if result.kind in LOADS else _where(result)  # a load's own sections begin with it
+    subtitle = "" if result.kind in LOADS else _where(result)  # the sections of these kinds start with it
     title = title or f"redline bench {result.kind}: {_model(result) or results[0][0]}"
     return render(title, sections_of(result), subtitle=subtitle, provenance=provenance_of(result))
 
 
 def sections_together(results: Sequence[tuple[str, Result]]) -> list[Section]:
-    """What can be compared, then the sections of each result under its name, then where each comes from."""
+    """The comparison, then the sections of each result under its name, then the provenance of each."""
     names = names_of(results)
     named = list(zip(names, (result for _, result in results), strict=True))
     parts = [(name, sections_of(result)) for name, result in named]
     kinds = {result.kind for _, result in named}
     found = _compared(named, parts, kinds)
     if found:
-        found.insert(0, Heading(text="Beside one another"))
+        found.insert(0, Heading(text="Comparison"))
     for name, sections in parts:
         found += [Heading(text=name), *sections]
     return [*found, Heading(text="Where the numbers come from"), _origins(named)]
 
 
 def compared(results: Sequence[tuple[str, Result]]) -> list[Section]:
-    """A table and plots with every result in them; nothing where the kinds differ or there is one result."""
+    """A table and plots over all results; empty if the kinds differ or there is only one result."""
     named = list(zip(names_of(results), (result for _, result in results), strict=True))
     kinds = {result.kind for _, result in named}
     parts = [(name, sections_of(result)) for name, result in named] if kinds <= set(MERGED) else []
@@ -78,7 +78,7 @@ def compared(results: Sequence[tuple[str, Result]]) -> list[Section]:
 
 
 def names_of(results: Sequence[tuple[str, Result]]) -> list[str]:
-    """A name for each: its label, model or server, whichever tells all of them apart; else its file's."""
+    """A unique name per result: label, model or server, whichever distinguishes all; else the file name."""
     for choices in (
         [str(result.figures.get("label") or "") for _, result in results],
         [_model(result) for _, result in results],
@@ -98,7 +98,7 @@ def provenance_of(result: Result) -> list[tuple[str, str]]:
         text = ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, dict) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         found.append((name, text))
     if result.kind == "vllm":
-        found.append(("measured by", "vLLM's own client; its file has figures alone"))
+        found.append(("measured by", "vLLM's own client; its file contains figures only"))
     return [(name, text) for name, text in found if text]
 
 
@@ -140,7 +140,7 @@ def _loads(named: Sequence[tuple[str, Result]]) -> Table:
 
 
 def _trade(named: Sequence[tuple[str, Result]]) -> list[Plot]:
-    """What all users get against what one gets."""
+    """Total throughput against interactivity of one user."""
     known = [
         (name, 1000 / tpot, throughput, result)
         for name, result in named
@@ -154,8 +154,8 @@ def _trade(named: Sequence[tuple[str, Result]]) -> list[Plot]:
     ]
     return [
         Plot(
-            title="Throughput and what one user has of it",
-            x_label="interactivity (1 / median TPOT), tokens/s a user",
+            title="Throughput and interactivity",
+            x_label="interactivity (1 / median TPOT), tokens/s per user",
             y_label="output tokens/s",
             series=tuple(series),
             note="Up and to the right is better.",
@@ -166,7 +166,7 @@ def _trade(named: Sequence[tuple[str, Result]]) -> list[Plot]:
 def _distributions(named: Sequence[tuple[str, Result]]) -> list[Plot]:
     found: list[Plot] = []
     for measure, title in (
-        ("ttft", "Time to the first token (TTFT)"),
+        ("ttft", "Time to first token (TTFT)"),
         ("tpot", "Time per output token (TPOT)"),
         ("itl", "Gaps between events (ITL)"),
         ("e2el", "End to end (E2EL)"),
@@ -175,7 +175,7 @@ def _distributions(named: Sequence[tuple[str, Result]]) -> list[Plot]:
         series = [one for one in series if one.x]
         if len(series) > 1:
             found.append(
-                Plot(title=title, x_label="ms", y_label="% of them below", series=tuple(series), log_x=measure == "itl")
+                Plot(title=title, x_label="ms", y_label="% below", series=tuple(series), log_x=measure == "itl")
             )
     return found
 
@@ -206,11 +206,11 @@ def _figure(result: Result, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-# ------------------------------------------------------------------------------------------------- plots, one for all
+# ------------------------------------------------------------------------------------------------- merged plots
 
 
 def merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
-    """Plots that every result has, by title and axes, with the series of all."""
+    """Plots that all results have, matched by title and axes, with the series of all."""
 
     def key(plot: Plot) -> tuple[str, str, str]:
         return plot.title, plot.x_label, plot.y_label
@@ -232,7 +232,7 @@ def merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
         yield msgspec.structs.replace(first, series=tuple(series), marks=tuple(dict.fromkeys(marks)))
 
 
-# -------------------------------------------------------------------------------------------------- where they are from
+# -------------------------------------------------------------------------------------------------- provenance
 
 
 def _origins(named: Sequence[tuple[str, Result]]) -> Table:

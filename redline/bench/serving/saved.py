@@ -1,9 +1,9 @@
-"""A result in a file: what was measured under vLLM's keys, and beside it, under `redline`, what it was made from.
+"""The file format of results: figures under vLLM's keys, and their raw data under the key `redline`.
 
-Scripts that read the files of `vllm bench serve --save-result` read ours: the same keys stand at the top level. The key
-`redline` has what they leave out: where the numbers come from, how the load was put on, how busy the load generator
-was, and a row for each request, from which all figures can be made again. A row is compact: times are milliseconds from
-the run's beginning, rounded to a microsecond, those of chunks each from the one before.
+Scripts for files of `vllm bench serve --save-result` can read ours: the top level has the same keys. The key `redline`
+contains what vLLM's files lack: provenance, the configuration of the load, the load of the load generator, and a row
+per request, from which all figures can be recomputed. Rows are compact: times are milliseconds from the start of the
+run, rounded to a microsecond; those of chunks are relative to the previous chunk.
 """
 
 import math
@@ -29,11 +29,11 @@ _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
 
 
 class Result(Record, frozen=True):
-    """What a verb of `redline bench` measured over HTTP.
+    """The result of a `redline bench` command that measured over HTTP.
 
-    kind: the verb, such as serve; `vllm` of a file that vLLM's client wrote. figures: by key;
-    of kind serve they are `metrics.figures` and what describes the run, under vLLM's names. target, dataset: as given,
-    without secrets. began: Unix time. details: what a verb keeps beside, such as the parts of a sweep.
+    kind: the command, such as serve; `vllm` for a file of vLLM's client. figures: by key; for kind serve they are
+    `metrics.figures` and the description of the run, under vLLM's names. target, dataset: as configured, without
+    secrets. began: Unix time. details: further data of a command, such as the points of a sweep.
     """
 
     kind: str
@@ -52,8 +52,8 @@ class Result(Record, frozen=True):
 
 
 class Row(Record, frozen=True, omit_defaults=True):
-    """One request in a file. kinds: runs of chunks of one kind, such as t12a30: 12 of thinking, 30 of the answer; c is
-    a tool call's. texts are kept where that was asked for."""
+    """One request in a file. kinds: run lengths of chunk kinds, such as t12a30: 12 of thinking, 30 of the answer; c is
+    a tool call. Texts are saved only if requested."""
 
     index: int
     max_tokens: int
@@ -68,7 +68,7 @@ class Row(Record, frozen=True, omit_defaults=True):
     chunks: tuple[float, ...] = ()
     kinds: str = ""
     characters: tuple[int, ...] = ()
-    tokens: tuple[int | None, ...] = ()  # none: no event said
+    tokens: tuple[int | None, ...] = ()  # (): no event reported them
     usage: Usage | None = None
     finish: str | None = None
     status: int | None = None
@@ -80,7 +80,7 @@ class Row(Record, frozen=True, omit_defaults=True):
 
 
 class _Ours(Record, frozen=True):
-    """The key `redline`."""
+    """The content of the key `redline`."""
 
     format: int
     kind: str
@@ -98,15 +98,15 @@ class _Ours(Record, frozen=True):
 
 
 def save(path: Path, result: Result, *, detailed: bool = False) -> None:
-    """Write a result as JSON, whole or not at all. Raises ConfigError where the file cannot be written.
+    """Writes a result as JSON, atomically. Raises ConfigError if the file cannot be written.
 
-    detailed: with vLLM's lists per request at the top level too, and with texts.
+    detailed: includes vLLM's per-request lists at the top level, and texts.
     """
     save_bytes(path, encode(result, detailed=detailed))
 
 
 def encode(result: Result, *, detailed: bool = False) -> bytes:
-    """The JSON of a result, one line for each key and each row."""
+    """The JSON of a result, with one line per key and per row."""
     ours = _Ours(
         format=FORMAT,
         kind=result.kind,
@@ -133,12 +133,12 @@ def encode(result: Result, *, detailed: bool = False) -> bytes:
 
 
 def read(path: Path) -> Result:
-    """The result in a file of ours, or of vLLM's client.
+    """Reads the result in a file of Redline or of vLLM's client.
 
-    The latter is of kind `vllm`. It has answers where it was saved with --save-detailed; all their events are of the
-    answer, since the file does not say which were thinking.
+    The latter has kind `vllm`. It contains answers if it was saved with --save-detailed; all their events count as
+    answer, since the file does not mark thinking.
 
-    Raises ConfigError where the file cannot be read, or is neither.
+    Raises ConfigError if the file cannot be read, or has neither format.
     """
     try:
         data = path.read_bytes()
@@ -147,9 +147,9 @@ def read(path: Path) -> Result:
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: is no result of a benchmark: {error}") from None
+        raise ConfigError(f"{path}: is not a benchmark result: {error}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: is no result of a benchmark: expected one JSON object")
+        raise ConfigError(f"{path}: is not a benchmark result: expected one JSON object")
     figures: dict[str, Any] = dict(found)  # pyright: ignore[reportUnknownArgumentType]
     ours = figures.pop("redline", None)
     if ours is None:
@@ -157,13 +157,13 @@ def read(path: Path) -> Result:
             raise ConfigError(f"{path}: is neither a result of `redline bench` nor one of `vllm bench serve`")
         return Result(kind="vllm", figures=figures, answers=_answers_of_vllm(path, figures))
     if isinstance(ours, dict) and ours.get("format", FORMAT) != FORMAT:  # pyright: ignore[reportUnknownMemberType]
-        raise ConfigError(f"{path}: has format {ours['format']}, this Redline reads format {FORMAT}")
+        raise ConfigError(f"{path}: has format {ours['format']}, but this version of Redline reads format {FORMAT}")
     try:
         kept = msgspec.convert(ours, _Ours)
         pace = None if kept.pace is None else msgspec.convert(_infinite(kept.pace), Pace)
         answers = tuple(map(answer_of, kept.rows))
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{path}: its key `redline` cannot be read: {error}") from None
+        raise ConfigError(f"{path}: its key `redline` is invalid: {error}") from None
     return Result(
         kind=kept.kind,
         figures=figures,
@@ -182,7 +182,7 @@ def read(path: Path) -> Result:
 
 
 class _Detailed(msgspec.Struct):
-    """The lists per request of vLLM's --save-detailed."""
+    """The per-request lists of vLLM's --save-detailed."""
 
     start_times: list[float]
     ttfts: list[float]
@@ -200,7 +200,7 @@ def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
         ends = list(zip(lists.input_lens, lists.output_lens, lists.errors, strict=True))
         rows = list(zip(lists.start_times, lists.ttfts, lists.itls, ends, strict=True))
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{path}: its lists per request cannot be read: {error}") from None
+        raise ConfigError(f"{path}: its per-request lists are invalid: {error}") from None
     began = min(lists.start_times, default=0.0)
     made: list[Answer] = []
     for index, (start, first, gaps, (prompt, tokens, error)) in enumerate(rows):
@@ -226,7 +226,7 @@ def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
 
 
 def without_secrets(target: Target) -> dict[str, Any]:
-    """A target as a result keeps it: no key, no values of headers, no fields of the body that sound secret."""
+    """A target for saving: without key, header values, and body fields with names that suggest secrets."""
     kept: dict[str, Any] = msgspec.to_builtins(target)
     kept["key"] = None if target.key is None else "given"
     kept["headers"] = dict.fromkeys(target.headers, "given")
@@ -238,7 +238,7 @@ def without_secrets(target: Target) -> dict[str, Any]:
 
 
 def _without(value: Any) -> Any:
-    """A JSON value with the fields that sound secret blanked, however deep they lie."""
+    """A JSON value in which fields with names that suggest secrets are replaced, at any depth."""
     if isinstance(value, dict):
         fields: dict[str, Any] = dict(value)  # pyright: ignore[reportUnknownArgumentType]
         return {name: "given" if _secret(name) else _without(inner) for name, inner in fields.items()}
@@ -248,9 +248,9 @@ def _without(value: Any) -> Any:
 
 
 def command_without_secrets(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line as a result keeps it: what follows --header, --key or --extra-body with a secret is left out.
+    """A command line for saving: values of --header, --key and of --extra-body with a secret are removed.
 
-    So is the user and password of any address.
+    So are the user and password of any address.
     """
     kept: list[str] = []
     option = ""
@@ -272,7 +272,7 @@ def _hidden(option: str, value: str) -> str:
         case "--extra-body" if _secret(value):
             return "..."
         case _:
-            # An address may also stand behind no flag, and without its scheme.
+            # An address may also occur without a flag, and without its scheme.
             return re.sub(r'^(?:(https?://)[^/]*|[^/\s:{"]+:[^/\s]*)@', r"\1...@", value)
 
 
@@ -285,7 +285,7 @@ def _secret(name: str) -> bool:
 
 
 def row_of(answer: Answer, *, texts: bool = False) -> Row:
-    """An answer as a file keeps it; its prompt and what of the body was its own are left out."""
+    """The row of an answer; its prompt and its own fields of the body are not saved."""
     instants = [round(chunk.at * 1e6) for chunk in answer.chunks]
     known = any(chunk.tokens is not None for chunk in answer.chunks)
     kinds: list[Kind] = [chunk.kind for chunk in answer.chunks]
@@ -316,11 +316,11 @@ def row_of(answer: Answer, *, texts: bool = False) -> Row:
 
 
 def answer_of(row: Row) -> Answer:
-    """The answer of a row; its prompt is empty text. Raises ValueError where the row contradicts itself."""
+    """The answer of a row; its prompt is empty text. Raises ValueError if the row is inconsistent."""
     kinds = _kinds(row.kinds, len(row.chunks))
     tokens = row.tokens or (None,) * len(row.chunks)
     if not len(row.chunks) == len(row.characters) == len(tokens):
-        raise ValueError(f"request {row.index}: its chunks, characters and tokens are not equally many")
+        raise ValueError(f"request {row.index}: its chunks, characters and tokens differ in number")
     instants = accumulate(round(delta * 1000) for delta in row.chunks)
     chunks = zip(instants, kinds, row.characters, tokens, strict=True)
     return Answer(
@@ -350,7 +350,7 @@ def _kinds(runs: str, chunks: int) -> list[Kind]:
     if "".join(letter + count for letter, count in parts) != runs or any(letter not in _KINDS for letter, _ in parts):
         raise ValueError(f"expected kinds such as t12a30, found {runs!r}")
     if sum(int(count) for _, count in parts) != chunks:
-        raise ValueError(f"the kinds {runs!r} are not those of {chunks} chunks")
+        raise ValueError(f"the kinds {runs!r} do not match {chunks} chunks")
     for letter, count in parts:
         found.extend(_KINDS[letter] for _ in range(int(count)))
     return found
@@ -364,7 +364,7 @@ def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1000
 
 
-# JSON has no infinity. vLLM writes a rate without a limit as the word inf; so do we, wherever one stands.
+# JSON has no infinity. Infinite numbers are written as "inf", as in vLLM's files.
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a page of results is made of. Each verb says its results in these; `page.py` draws them."""
+"""The sections of a page of results. Each command returns them for its results; `page.py` renders them."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ from redline.wire.base import Record
 
 
 class Series(Record, frozen=True):
-    """Points of one plot under one name. low, high: an interval around each y. labels: said where one points."""
+    """Points of one plot under one name. low, high: an interval around each y. labels: shown in tooltips."""
 
     name: str
     x: tuple[float, ...]
@@ -18,7 +18,7 @@ class Series(Record, frozen=True):
 
 
 class Mark(Record, frozen=True):
-    """A line across a plot (x or y alone) or a spot (both), with a few words."""
+    """A labelled line across a plot (x or y alone) or a labelled point (both)."""
 
     text: str
     x: float | None = None
@@ -26,7 +26,7 @@ class Mark(Record, frozen=True):
 
 
 class Plot(Record, frozen=True, tag=True):
-    """Series over one pair of axes. Labels of axes carry their unit. note: what a reader has to know to read it."""
+    """Series over one pair of axes. Axis labels contain the unit. note: a remark for readers."""
 
     title: str
     x_label: str
@@ -39,7 +39,7 @@ class Plot(Record, frozen=True, tag=True):
 
 
 class Table(Record, frozen=True, tag=True):
-    """Cells as text, numbers already rounded and with units in the columns' names. rows: as long as columns."""
+    """Cells as text, with rounded numbers and units in the column names. rows: one cell per column."""
 
     title: str
     columns: tuple[str, ...]
@@ -48,14 +48,14 @@ class Table(Record, frozen=True, tag=True):
 
 
 class Words(Record, frozen=True, tag=True):
-    """A paragraph, or a warning that a reader must not miss."""
+    """A paragraph, or a warning."""
 
     text: str
     warning: bool = False
 
 
 class Heading(Record, frozen=True, tag=True):
-    """Where a part of a page begins, such as one of several results; the page's contents name it."""
+    """The heading of a part of a page, such as one of several results; listed in the page's contents."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""A result of `redline bench serve`, or of vLLM's client, as sections: tables, remarks and plots."""
+"""Sections of a result of `redline bench serve` or of vLLM's client: tables, remarks and plots."""
 
 import math
 import re
@@ -24,21 +24,21 @@ ROWS = {
     "e2el": "E2EL, to the last token",
     "ttft_from_schedule": "TTFT from the schedule",
     "e2el_from_schedule": "E2EL from the schedule",
-    "client_queue_time": "wait before it was sent",
-    "e2el_including_client_queue": "E2EL with that wait",
+    "client_queue_time": "wait in the client",
+    "e2el_including_client_queue": "E2EL including that wait",
 }
-MOST_ROWS = 20  # of failures and mismatches that are listed one by one
+MOST_ROWS = 20  # failures and mismatches listed individually, at most
 CDF_POINTS = 400
 
 
 def serve_sections(result: Result) -> list[Section]:
-    """Who was asked, tables, remarks, plots; of a result of vLLM's what its keys say."""
+    """Heading, tables, remarks, plots; for a result of vLLM's client, those that its keys allow."""
     begin = Words(text=heading(result))
     return [begin, *serve_tables(result), *remarks(result), *serve_plots(result)]
 
 
 def serve_tables(result: Result) -> list[Section]:
-    """The tables of a result: what a terminal shows of it."""
+    """The tables of a result, as shown in a terminal."""
     figures = result.figures
     found: list[Section] = [_throughput(figures)]
     latencies = _latencies(figures)
@@ -56,7 +56,7 @@ def serve_tables(result: Result) -> list[Section]:
 
 
 def heading(result: Result) -> str:
-    """Who was asked what, how hard: one line."""
+    """Model, server, dataset and load in one line."""
     figures = result.figures
     limit = figures.get("max_concurrency")
     parts = [
@@ -65,7 +65,7 @@ def heading(result: Result) -> str:
         _dataset(result.dataset),
         f"{figures.get('num_prompts', '?')} requests",
         _pace(figures),
-        "" if limit is None else f"{limit} at once",
+        "" if limit is None else f"at most {limit} concurrent",
     ]
     return ", ".join(part for part in parts if part)
 
@@ -75,7 +75,7 @@ def _pace(figures: dict[str, Any]) -> str:
         start, end = figures.get("ramp_up_start_rps"), figures.get("ramp_up_end_rps")
         return f"{start:g} to {end:g} requests/s, {strategy}"
     rate = figures.get("request_rate", "inf")
-    return "as fast as places are free" if rate in ("inf", math.inf) else f"{rate:g} requests/s"
+    return "request rate inf" if rate in ("inf", math.inf) else f"{rate:g} requests/s"
 
 
 def _dataset(dataset: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def _dataset(dataset: dict[str, Any]) -> str:
 def _throughput(figures: dict[str, Any]) -> Table:
     rows = [("requests completed", f"{figures['completed']:,}"), ("requests failed", f"{figures.get('failed') or 0:,}")]
     if unfinished := sum(figures.get("failures", {}).get(kind, 0) for kind in UNFINISHED):
-        rows.append(("requests not finished, as the run was ended", f"{unfinished:,}"))
+        rows.append(("requests cut off by the end of the run", f"{unfinished:,}"))
 
     def add(name: str, key: str, shape: str) -> None:
         if figures.get(key) is not None:
@@ -102,7 +102,7 @@ def _throughput(figures: dict[str, Any]) -> Table:
     add("good requests/s (goodput)", "request_goodput", ",.2f")
     add("output tokens/s", "output_throughput", ",.1f")
     add("most output tokens in one second", "max_output_tokens_per_s", ",.0f")
-    add("tokens/s, prompts too", "total_token_throughput", ",.1f")
+    add("tokens/s, including prompts", "total_token_throughput", ",.1f")
     add("prompt tokens", "total_input_tokens", ",")
     add("of them from the server's cache", "total_cached_tokens", ",")
     add("output tokens", "total_output_tokens", ",")
@@ -135,15 +135,15 @@ def _drafting(figures: dict[str, Any]) -> Table:
     rows = [
         ("tokens per step (acceptance length)", f"{figures['spec_decode_acceptance_length']:.2f}"),
         ("drafts accepted", f"{figures['spec_decode_acceptance_rate']:.1f} %"),
-        ("by place", ", ".join(f"{share:.1%}" for share in places) or "unknown"),
+        ("by position", ", ".join(f"{share:.1%}" for share in places) or "unknown"),
         ("steps with drafts", f"{figures['spec_decode_num_drafts']:,}"),
     ]
-    note = "The server's own counters over the run: what others asked of it meanwhile is in them."
+    note = "From the server's counters over the run, which include the requests of other clients."
     return Table(title="Speculative decoding", columns=("", ""), rows=tuple(rows), note=note)
 
 
 def _failures(failed: Sequence[Answer]) -> Table:
-    """A row for each thing that happened, with the requests it happened to."""
+    """A row per kind of failure, with its requests."""
     happened: dict[tuple[str, str], list[Answer]] = {}
     for answer in failed:
         happened.setdefault((failure_of(answer) or "", metrics.error_of(answer)), []).append(answer)
@@ -168,7 +168,7 @@ def _mismatches(mismatches: Sequence[dict[str, Any]]) -> Table:
         for one in mismatches[:MOST_ROWS]
     ]
     columns = ("check", "request", "what")
-    title = f"Usage that does not add up: {kinds}"
+    title = f"Inconsistent usage: {kinds}"
     return Table(title=title, columns=columns, rows=tuple(rows), note=_rest(mismatches))
 
 
@@ -186,7 +186,7 @@ def _rest(rows: Sized) -> str:
 def serve_plots(result: Result) -> list[Section]:
     """TTFT over time, gaps between events, tokens/s and requests over time, and a timeline of requests.
 
-    None without rows.
+    Empty without rows.
     """
     good = [answer for answer in result.answers if failure_of(answer) is None]
     if not good:
@@ -221,7 +221,7 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
     shares = np.linspace(0, 1, min(CDF_POINTS, len(gaps)))
     edges = np.quantile(gaps, shares)
     cdf = Series(name="share of gaps below", x=_floats(edges), y=_floats(shares * 100))
-    note = "Gaps of nothing, between events that came in one read, are left out."
+    note = "Zero gaps, between events of one read, are left out."
     logs = np.log10(gaps)
     counts, bounds = np.histogram(logs, bins=60, range=(float(logs.min()) - 0.02, float(logs.max()) + 0.02))
     bars = Series(name="gaps", x=_floats(10 ** ((bounds[:-1] + bounds[1:]) / 2)), y=_floats(counts), style="steps")
@@ -237,7 +237,7 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
 
 def _rate(good: Sequence[Answer], began: float) -> Plot:
     rates = metrics.tokens_by_second(good)
-    rates = rates[:-1] if len(rates) > 2 else rates  # the last second is not whole
+    rates = rates[:-1] if len(rates) > 2 else rates  # the last second is incomplete
     seconds = tuple(began + second + 0.5 for second in range(len(rates)))
     line = Series(name="output tokens", x=seconds, y=tuple(rates))
     return Plot(title="Output tokens per second", x_label="s", y_label="tokens/s", series=(line,))
@@ -248,7 +248,7 @@ def _running(answers: Sequence[Answer]) -> Plot:
     steps = Series(
         name="requests", x=tuple(at for at, _ in levels), y=tuple(float(many) for _, many in levels), style="steps"
     )
-    return Plot(title="Requests at once", x_label="s", y_label="requests", series=(steps,))
+    return Plot(title="Concurrent requests", x_label="s", y_label="requests", series=(steps,))
 
 
 def _timeline(answers: Sequence[Answer]) -> Plot:

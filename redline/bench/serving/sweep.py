@@ -1,9 +1,9 @@
-"""Throughput against latency: one server at rising loads, the frontier, and the highest load that keeps the SLOs.
+"""Throughput against latency: one server at rising loads, the frontier, and the highest load within the SLO targets.
 
-A load is a number of streams at once (a stream asks again as soon as it is answered), or a rate of requests that come
-as a Poisson process. Loads rise until throughput no longer does and latency has grown: beyond that, every point is
-worse in both. With SLOs the point of interest lies between the highest load that keeps them and the lowest that does
-not; a search halves the gap.
+A load is a number of concurrent streams (each sends its next request as soon as the last is answered), or a rate of
+requests that arrive as a Poisson process. Loads rise until throughput stops rising and latency has grown: beyond that,
+every point is worse in both. With SLO targets, the limit is between the highest load that meets them and the lowest
+that does not; a search bisects this gap.
 """
 
 import math
@@ -34,16 +34,16 @@ from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, W
 from redline.wire.base import Record
 
 By = Literal["streams", "requests/s"]
-GAIN = 1.02  # of the best throughput so far: less is no gain
-SLOWER = 1.5  # times the latency at the best throughput: this much worse for no gain is over-saturation
-FALLEN = 0.8  # of the best throughput: one such point is enough
-CLOSE = 1.05  # a search ends where the lowest bad load is at most so many times the highest good one
+GAIN = 1.02  # times the best throughput so far: less than this is no gain
+SLOWER = 1.5  # times the latency at the best throughput: more than this without a gain is over-saturation
+FALLEN = 0.8  # times the best throughput: one point below this is enough to stop
+CLOSE = 1.05  # a search ends when the lowest bad load is at most this times the highest good one
 MOST_HALVINGS = 6
-LOWEST = 8  # where no load keeps the SLOs: the lowest that is tried is the lowest given over this
+LOWEST = 8  # if no load meets the SLO targets, loads down to the lowest given one / LOWEST are tried
 
 
 class Row(Record, frozen=True, array_like=True):
-    """One request of a point. Times are seconds; sent: since the point's beginning; None where it failed before."""
+    """One request of a point. Times are in seconds; sent: since the start of the point; None if it failed before."""
 
     sent: float | None
     ttft: float | None
@@ -54,12 +54,12 @@ class Row(Record, frozen=True, array_like=True):
 
 
 class Point(Record, frozen=True):
-    """One load and what it gave. Times are seconds, throughput tokens/s; None: no request had such a figure.
+    """The figures of one load. Times are in seconds, throughput in tokens/s; None: no request has the figure.
 
-    interactivity: 1 / TPOT, tokens/s of one user: of the median TPOT, and of the 90th percentile of whole seconds per
-    output token (E2EL / tokens), inverted, as InferenceX plots it. kept: share of all requests that kept every SLO;
-    None: no SLOs. goodput: requests/s that did. cpu_share, lag_p99: of the load generator. uncounted: requests whose
-    events were taken for their tokens.
+    interactivity: 1 / median TPOT, tokens/s of one user. interactivity_e2e_p90: 1 / the 90th percentile of E2EL per
+    output token, as InferenceX plots it. kept: share of all requests that met every SLO target; None: no targets.
+    goodput: requests/s that met them. cpu_share, lag_p99: of the load generator. uncounted: requests in which each
+    event was counted as one token.
     """
 
     load: float
@@ -87,15 +87,15 @@ class Point(Record, frozen=True):
 
     @property
     def name(self) -> str:
-        """Such as `8 streams` or `2.5 requests/s`."""
+        """A name such as `8 streams` or `2.5 requests/s`."""
         return f"{self.load:g} {self.by if self.load != 1 or self.by != 'streams' else 'stream'}"
 
 
 def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Counts | None = None) -> Point:
-    """The figures of one load. slos: milliseconds by name, as `--goodput` has them. counts: who counts text.
+    """The figures of one load. slos: milliseconds by name, as in `--goodput`. counts: counts tokens if needed.
 
-    Of a rate, TTFT and E2EL count from when the schedule wanted the request sent, so that a client that falls behind
-    flatters nobody. Of streams there is no schedule: they count from the request's first byte.
+    With a rate, TTFT and E2EL count from the scheduled time, so that a slow client does not improve the figures.
+    Streams have no schedule: TTFT and E2EL count from the request's first byte.
     """
     since_first = ttft if by == "streams" else ttft_from_schedule
     since_last = e2el if by == "streams" else e2el_from_schedule
@@ -149,13 +149,13 @@ def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- how it goes
+# ------------------------------------------------------------------------------------------------------- the sweep
 
 
 class Plan(Record, frozen=True):
-    """What is swept. loads: rising. slos: milliseconds by name. attainment: the share that has to keep them.
+    """The sweep. loads: rising. slos: targets in ms by name. attainment: share of requests that must meet them.
 
-    search: halve the gap around the SLOs' point. to_the_end: measure every load, saturated or not.
+    search: bisect the gap around the limit of the SLO targets. to_the_end: measure every load, saturated or not.
     """
 
     by: By
@@ -167,7 +167,7 @@ class Plan(Record, frozen=True):
 
 
 def next_load(plan: Plan, points: Sequence[Point]) -> float | None:
-    """The load to measure next, given what has been measured; None: that was all. It has no memory of its own."""
+    """The next load to measure, given the points so far; None: the sweep is complete. Keeps no state."""
     done = {one.load for one in points}
     rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
     if plan.to_the_end or not saturated(rising):
@@ -193,9 +193,9 @@ def _halving(plan: Plan, points: Sequence[Point], done: set[float]) -> float | N
 
 
 def saturated(points: Sequence[Point]) -> bool:
-    """Whether more load only costs: two points, or one that has fallen far, without a gain and with much latency.
+    """Whether the server is saturated: two points without a gain and with high latency, or one far below the best.
 
-    points: rising loads, from the lowest. Without any completed request a point has fallen as far as one can.
+    points: with rising loads. A point without completed requests counts as far below the best.
     """
     best: Point | None = None
     in_vain = 0
@@ -213,9 +213,9 @@ def saturated(points: Sequence[Point]) -> bool:
 def sweep(
     plan: Plan, points: list[Point], measure: Callable[[float], Point | None], save: Callable[[], object]
 ) -> bool:
-    """Measure what is missing, adding to `points`; False where it was stopped.
+    """Measures the missing points and appends them to `points`; returns False if it was stopped.
 
-    measure: puts a load on and returns its point, or None where Ctrl-C ended it. save: called after every point.
+    measure: runs a load and returns its point, or None if Ctrl-C ended it. save: called after every point.
     """
     while (load := next_load(plan, points)) is not None:
         found = measure(load)
@@ -226,11 +226,11 @@ def sweep(
     return True
 
 
-# --------------------------------------------------------------------------------------------------------- what it says
+# --------------------------------------------------------------------------------------------------------- report
 
 
 def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in throughput without being slower for a user, from the fastest user on."""
+    """The Pareto frontier of throughput and interactivity, from the highest interactivity down."""
     best, found = -math.inf, list[Point]()
     known = [one for one in points if one.interactivity is not None]
     for one in sorted(known, key=lambda one: (-(one.interactivity or 0.0), -one.output_throughput)):
@@ -241,7 +241,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def around_slo(points: Sequence[Point], attainment: float) -> tuple[Point | None, Point | None]:
-    """The highest load that keeps the SLOs below the lowest that does not, and that one; None where there is none."""
+    """The highest load that meets the SLO targets, and the lowest that does not; None if there is none."""
     good: Point | None = None
     for one in sorted(points, key=lambda one: one.load):
         if one.kept is None:
@@ -253,33 +253,33 @@ def around_slo(points: Sequence[Point], attainment: float) -> tuple[Point | None
 
 
 def crossing(good: Point, bad: Point, attainment: float) -> float:
-    """The load at which a straight line between two points' shares meets the attainment."""
+    """The load at which linear interpolation between two points reaches the attainment."""
     assert good.kept is not None
     assert bad.kept is not None
     return good.load + (bad.load - good.load) * (good.kept - attainment) / (good.kept - bad.kept)
 
 
 def verdict(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> list[str]:
-    """The sweep in a few sentences: the most throughput, the SLOs' point, and what a reader must not miss."""
+    """The sweep in a few sentences: highest throughput, limit of the SLO targets, and warnings."""
     if not points:
         return ["Nothing was measured."]
     best = max(points, key=lambda one: one.output_throughput)
-    each = f" ({_number(best.output_throughput / gpus)} a GPU)" if gpus else ""
-    said = [f"Most throughput: {_number(best.output_throughput)} output tokens/s{each} at {best.name}."]
+    each = f" ({_number(best.output_throughput / gpus)} per GPU)" if gpus else ""
+    said = [f"Highest throughput: {_number(best.output_throughput)} output tokens/s{each} at {best.name}."]
     if plan.slos:
         said.append(_slo_sentence(plan, points))
     rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
     left = [load for load in plan.loads if load not in {one.load for one in points}]
     if left and saturated(rising):
         said.append(
-            f"Stopped at {rising[-1].name}: throughput no longer rose, and latency did. Not measured: "
+            f"Stopped at {rising[-1].name}: latency rose without a gain in throughput. Not measured: "
             f"{', '.join(f'{load:g}' for load in left)}."
         )
     said += [words.text for words in uncounted_remarks(sum(one.uncounted for one in points))]
     if busy := [one for one in points if one.cpu_share >= MOST_CPU]:
         said.append(
-            f"The load generator was itself the limit at {', '.join(one.name for one in busy)}: it took "
-            f"{max(one.cpu_share for one in busy):.0%} of a core. What is measured there is a lower bound."
+            f"The load generator was the limit at {', '.join(one.name for one in busy)}: it used "
+            f"{max(one.cpu_share for one in busy):.0%} of a core. These points are lower bounds."
         )
     return said
 
@@ -289,27 +289,33 @@ def _slo_sentence(plan: Plan, points: Sequence[Point]) -> str:
     of = f"{slos} for {plan.attainment:.0%} of the requests"
     good, bad = around_slo(points, plan.attainment)
     if good is None:
-        worst = "" if bad is None else f": at {bad.name} {bad.kept:.1%} kept them"
-        return f"SLOs ({of}): no load that was measured keeps them{worst}."
+        worst = "" if bad is None else f": at {bad.name} {bad.kept:.1%} met them"
+        return f"SLOs ({of}): no measured load meets them{worst}."
     held = (
-        f"SLOs ({of}): kept up to {good.name}, {_number(good.output_throughput)} output tokens/s and "
+        f"SLOs ({of}): met up to {good.name}, {_number(good.output_throughput)} output tokens/s and "
         f"{good.goodput:.3g} good requests/s"
     )
     if bad is None:
-        return f"{held}; no measured load breaks them."
+        return f"{held}; no measured load violates them."
     about = crossing(good, bad, plan.attainment)
-    return (
-        f"{held}; {bad.name} breaks them ({bad.kept:.1%} kept). A straight line between the two breaks at {about:.3g}."
-    )
+    return f"{held}; {bad.name} violates them ({bad.kept:.1%} met them). Interpolated limit: {about:.3g}."
 
 
 def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> Table:
-    """The points by load; those of the frontier are marked."""
+    """A table of the points by load; those on the frontier are marked."""
     best = {one.load for one in frontier(points)}
     columns = ["", plan.by, "output tokens/s"]
     if gpus:
-        columns.append("a GPU")
-    columns += ["tokens/s a user", "e2e p90", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", "failed"]
+        columns.append("per GPU")
+    columns += [
+        "tokens/s per user",
+        "e2e p90",
+        "TTFT p50, ms",
+        "TTFT p99, ms",
+        "TPOT p50, ms",
+        "TPOT p99, ms",
+        "failed",
+    ]
     if plan.slos:
         columns += ["kept", "good requests/s"]
     rows: list[tuple[str, ...]] = []
@@ -323,18 +329,18 @@ def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -
         if plan.slos:
             cells += ["-" if one.kept is None else f"{one.kept:.1%}", _number(one.goodput)]
         rows.append(tuple(cells))
-    since = "the request's first byte" if plan.by == "streams" else "the moment for which the request was planned"
+    since = "the request's first byte" if plan.by == "streams" else "the request's scheduled time"
     return Table(
         title="Throughput against latency",
         columns=tuple(columns),
         rows=tuple(rows),
-        note=f"* on the frontier. tokens/s a user: 1 / median TPOT; e2e p90: 1 / 90th percentile of a request's whole "
-        f"seconds per output token. TTFT counts from {since}.",
+        note=f"* on the frontier. tokens/s per user: 1 / median TPOT; e2e p90: 1 / 90th percentile of E2EL "
+        f"per output token. TTFT counts from {since}.",
     )
 
 
 def sweep_sections(result: Result) -> list[Section]:
-    """A page's sections from what its details hold: plan, points, gpus."""
+    """A page's sections, from the result's details: plan, points, gpus."""
     plan = msgspec.convert(result.details["plan"], Plan)
     points = msgspec.convert(result.details["points"], list[Point])
     gpus: int | None = result.details.get("gpus")
@@ -364,16 +370,16 @@ def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plo
     if good is not None:
         marks.append(
             Mark(
-                text=f"SLOs kept up to {good.name}", x=good.interactivity or 0.0, y=good.output_throughput / (gpus or 1)
+                text=f"SLOs met up to {good.name}", x=good.interactivity or 0.0, y=good.output_throughput / (gpus or 1)
             )
         )
     return Plot(
         title="The frontier",
-        x_label="interactivity, tokens/s a user",
-        y_label="output tokens/s" + (" a GPU" if gpus else ""),
+        x_label="interactivity, tokens/s per user",
+        y_label="output tokens/s" + (" per GPU" if gpus else ""),
         series=(series("frontier", best, "line and points"), *([series("beaten", beaten, "points")] if beaten else [])),
         marks=tuple(marks),
-        note="Up and to the right is better. A beaten point has less throughput than one that is as fast for a user.",
+        note="Up and to the right is better. A beaten point has less throughput at equal interactivity.",
     )
 
 
@@ -390,7 +396,7 @@ def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
 
     marks = [Mark(text=f"SLO {name}", y=bound) for name, bound in plan.slos.items() if name == "ttft"]
     return Plot(
-        title="Time to the first token by load",
+        title="Time to first token by load",
         x_label=plan.by,
         y_label="TTFT, ms",
         series=(
@@ -404,18 +410,18 @@ def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
 
 
 def text_plot(plan: Plan, points: Sequence[Point], width: int = 60) -> list[str]:
-    """A line for each load: its throughput as a bar, and what a user has of it."""
+    """One line per load: its throughput as a bar, and its interactivity."""
     most = max((one.output_throughput for one in points), default=0.0) or 1.0
     good, _ = around_slo(points, plan.attainment) if plan.slos else (None, None)
     return [
         f"{one.load:>8g} {'█' * max(1, round(one.output_throughput / most * width)):<{width}} "
-        f"{_number(one.interactivity)} tokens/s a user{'  <- SLOs' if good is one else ''}"
+        f"{_number(one.interactivity)} tokens/s per user{'  <- SLOs' if good is one else ''}"
         for one in sorted(points, key=lambda one: one.load)
     ]
 
 
 def doubling(most: int) -> list[float]:
-    """1, 2, 4 ... up to `most`, which is the last."""
+    """1, 2, 4 ... up to `most`, which is always the last."""
     loads = [float(1 << power) for power in range(most.bit_length()) if 1 << power <= most]
     return loads if loads[-1] == most else [*loads, float(most)]
 

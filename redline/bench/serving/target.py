@@ -1,4 +1,4 @@
-"""Whom a load is put on, how hard, and how long an answer is waited for."""
+"""The target of a load, its request rate and concurrency, and the timeouts."""
 
 import math
 from typing import Any
@@ -9,20 +9,20 @@ from redline.wire.base import Record
 
 
 class Patience(Record, frozen=True):
-    """How long is waited, seconds, before a request counts as failed. Every wait of a run has an end."""
+    """Timeouts in seconds, after which a request counts as failed."""
 
     connect: float = 10.0
-    first: float = 600.0  # from sent to the first chunk: a queue may be long
-    silence: float = 60.0  # between two reads of a stream that has begun
-    whole: float = 6 * 3600.0  # of one request
+    first: float = 600.0  # from sending to the first chunk; long, since the server may queue requests
+    silence: float = 60.0  # between two reads of a stream that has started
+    whole: float = 6 * 3600.0  # of a whole request
 
 
 class Target(Record, frozen=True):
-    """A server and how it is spoken to.
+    """A server and its API.
 
-    base_url: scheme, host, port and perhaps a path, such as http://127.0.0.1:8000. backend: a name of
-    `dialects.BACKENDS`, openai-chat or openai among them. endpoint: the path; "" is the dialect's own. model: "" is the
-    first that /v1/models lists. key: sent as a bearer token. body: fields of every request's body.
+    base_url: scheme, host, port and optionally a path, such as http://127.0.0.1:8000. backend: a name of
+    `dialects.BACKENDS`, such as openai-chat or openai. endpoint: the path; "": the dialect's default. model: "": the
+    first in /v1/models. key: sent as a bearer token. body: fields for the body of every request.
     """
 
     base_url: str
@@ -47,11 +47,11 @@ class Ramp(Record, frozen=True):
 class Pace(Record, frozen=True):
     """When requests are sent.
 
-    rate: requests/s on average; inf: as soon as a place is free. burstiness: shape of the gamma distribution of the
-    times between two: 1 is a Poisson process, less is burstier, inf is a metronome. max_concurrency: streams at once;
-    None: as many as come. ramp: in place of rate. warmups: so many of the first requests are sent before the run, and
-    not counted. deadline: seconds after which no more is sent and what runs is waited for no longer; None: until all is
-    answered.
+    rate: mean requests/s; inf: as soon as max_concurrency allows. burstiness: shape of the gamma distribution of the
+    times between requests: 1 is a Poisson process, less is burstier, inf gives equal times. max_concurrency: maximum
+    concurrent requests; None: no limit. ramp: replaces rate. warmups: number of first requests that are sent before the
+    run and not counted. deadline: seconds after which no request is sent and running ones are cut off; None: wait for
+    all answers.
     """
 
     rate: float = math.inf

@@ -1,7 +1,7 @@
-"""Texts of a known number of tokens: random ones, which nothing can foresee, and natural ones.
+"""Texts of an exact number of tokens: random ones, which no prefix cache contains, and natural ones.
 
-What makes counts exact is where texts are cut. A byte-pair vocabulary cuts text into words before it merges anything,
-and a space between letters or digits and a letter is always such a cut: the tokens of both sides add up.
+Counts are exact because texts are split at word boundaries. A byte-pair vocabulary splits text into words before
+merging, and a space between a letter or digit and a letter is always such a boundary: the tokens of both sides add up.
 """
 
 import functools
@@ -13,22 +13,22 @@ from itertools import accumulate
 from redline.bench.serving.vocabulary import Vocabulary
 from redline.errors import ConfigError
 
-_MOST_WORDS = 4096  # of a vocabulary: enough that eight in a row come but once
+_MOST_WORDS = 4096  # words used of a vocabulary: enough that a sequence of eight is unique
 _CUT = re.compile(r"(?<=[A-Za-z0-9]) (?=[A-Za-z])")
-_FILLERS = 12  # words at most that make a natural text's count exact
-_TOKENS_PER_WORD = 1.16  # of `natural` in Kimi K2's vocabulary: 3.11's documentation; used where nobody can count
+_FILLERS = 12  # filler words added at most, to make a natural text's count exact
+_TOKENS_PER_WORD = 1.16  # of `natural` with Python 3.11 in Kimi K2's vocabulary; used without a tokenizer
 
 
 class RandomTexts:
-    """Makes texts that a server has not seen, each of exactly as many tokens as asked, in one vocabulary.
+    """Creates texts that a server has not seen, each with an exact number of tokens in one vocabulary.
 
-    The ordinary tokens, those that are no whole characters left out, written one after another in the order of their
-    ids, are a ring; a text is a stretch of it from some place on, as of `vllm bench serve`. Neighbours that merge are
-    counted as what they merge to. Setting it up takes some tenths of a second; a text takes microseconds.
+    All ordinary tokens, except those with partial characters, are concatenated in the order of their ids into a ring; a
+    text is a part of the ring from a random position, as in `vllm bench serve`. Adjacent tokens that merge are counted
+    as merged. The constructor takes some tenths of a second; a text takes microseconds.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Raises ConfigError where the vocabulary has no words of one token."""
+        """Raises ConfigError if the vocabulary has no words of one token."""
         ordinary = {
             token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials
         }
@@ -38,21 +38,21 @@ class RandomTexts:
         taken = (word for word in words if len(vocabulary.encode(f"of {word}")) == before + 1)
         self.words = tuple(word for word, _ in zip(taken, range(_MOST_WORDS), strict=False))
         if not self.words:
-            raise ConfigError(f"--tokenizer {vocabulary.name}: it has no word of one token; give the served model's")
+            raise ConfigError(f"--tokenizer {vocabulary.name}: it has no word of one token; use the served model's")
         self._firsts = [word for word in self.words if len(vocabulary.encode(word)) == 1]
         ring = vocabulary.decode(list(whole))
         places = [match.start() for match in _CUT.finditer(ring)]
         if places:
             ring = ring[places[0] :] + ring[: places[0]]
             places = [place - places[0] for place in places]
-        if not (places and _CUT.match(ring[-1] + ring, 1)):  # else whole turns would not add up
+        if not (places and _CUT.match(ring[-1] + ring, 1)):  # else the tokens of whole turns would not add up
             ring, places = "".join(f" {word}" for word in self.words), [0]
         self._ring, self._places = ring, [*places, len(ring)]
         pieces = zip(self._places, self._places[1:], strict=False)
         self._sums = [0, *accumulate(len(vocabulary.encode(ring[start:end])) for start, end in pieces)]
 
     def opening(self, tokens: int, draw: random.Random) -> str:
-        """Random words that may stand at the beginning of a text, with no space in front; one token each."""
+        """Random words for the start of a text, without a leading space; one token each."""
         if not tokens:
             return ""
         if not self._firsts:
@@ -60,11 +60,11 @@ class RandomTexts:
         return draw.choice(self._firsts) + self.more(tokens - 1, draw)
 
     def more(self, tokens: int, draw: random.Random) -> str:
-        """Random words of one token each, a space in front of each, to stand behind a word."""
+        """Random words of one token each, with leading spaces, to follow a word."""
         return "".join(f" {word}" for word in draw.choices(self.words, k=tokens))
 
     def stretch(self, tokens: int, draw: random.Random) -> str:
-        """Text of the ring that begins at a random cut, filled up with random words; to stand behind a word."""
+        """Text of the ring from a random boundary, filled up with random words; to follow a word."""
         start = draw.randrange(len(self._places) - 1)
         turns, rest = divmod(tokens, self._sums[-1])
         turned = self._ring[self._places[start] :] + self._ring[: self._places[start]] if turns else ""
@@ -78,15 +78,15 @@ class RandomTexts:
 
 
 def natural(tokens: int, vocabulary: Vocabulary | None, seed: int) -> str:
-    """English prose of exactly `tokens` tokens, another for each seed: sentences of Python's own documentation.
+    """English prose of exactly `tokens` tokens, different for each seed: sentences of Python's documentation.
 
-    A number begins it, so that no prefix cache knows it, and the sentences come in an order of the seed's. Another
-    version of Python has other sentences. Without a vocabulary the count is about right. Raises ConfigError where the
-    vocabulary cannot make the number, or where Python came without its documentation.
+    The text starts with a random number, so that no prefix cache contains it, followed by sentences in random order.
+    Other versions of Python have other sentences. Without a vocabulary the count is approximate. Raises ConfigError if
+    the exact number cannot be reached, or if Python was installed without its documentation.
     """
     draw = random.Random(f"natural {seed}")
     words = f"Entry {draw.randrange(10**9)}.".split()
-    most = max(tokens, 1) if vocabulary else max(1, round(tokens / _TOKENS_PER_WORD))  # no word is less than a token
+    most = max(tokens, 1) if vocabulary else max(1, round(tokens / _TOKENS_PER_WORD))  # a word has at least one token
     while len(words) < most:
         sentences = list(_sentences())
         draw.shuffle(sentences)
@@ -97,7 +97,7 @@ def natural(tokens: int, vocabulary: Vocabulary | None, seed: int) -> str:
     if vocabulary is None:
         return " ".join(words[:most])
     few, many = 0, most
-    while few < many:  # the most words that are not too many tokens
+    while few < many:  # the largest number of words within the token count
         middle = (few + many + 1) // 2
         if len(vocabulary.encode(" ".join(words[:middle]))) <= tokens:
             few = middle
@@ -112,7 +112,7 @@ def natural(tokens: int, vocabulary: Vocabulary | None, seed: int) -> str:
             if count > tokens:
                 break
             said = f"{said} {_FILLING[fillers % len(_FILLING)]}".strip()
-    raise ConfigError(f"{vocabulary.name}: no text of exactly {tokens} tokens was found; ask for another length")
+    raise ConfigError(f"{vocabulary.name}: found no text of exactly {tokens} tokens; use another length")
 
 
 _FILLING = ("and", "so", "on", "or", "as", "is", "in", "it")
@@ -124,7 +124,7 @@ def _sentences() -> tuple[str, ...]:
         from pydoc_data.topics import topics
     except ImportError:
         raise ConfigError(
-            "this Python came without its documentation (pydoc_data); install its whole library"
+            "this Python was installed without its documentation (pydoc_data); install the full standard library"
         ) from None
     found: dict[str, None] = {}
     for text in topics.values():

@@ -1,13 +1,13 @@
-"""Traces of multi-turn sessions, as agents have them: the format, reading and writing, and traces made up by a seed.
+"""Traces of multi-turn agent sessions: the format, reading and writing, and synthetic traces from a seed.
 
-A trace is JSONL, a session on each line:
+A trace is JSONL, with one session per line:
 
     {"session": "s1", "tools": [...], "turns": [{"messages": [...], "output_tokens": 99, "answer": {...}, "wait_s": 1}]}
 
-A turn sends all messages so far and its own `messages` behind them, in the chat API's form (system, user, tool);
-`output_tokens` is the most that is answered; `answer` is what was answered when the trace was recorded, an assistant's
-message; `wait_s` is the time that the tools, or the user, then take before the next turn. `tools` are the functions
-that a session may call; `answer`, `tools` and `wait_s` may be left out.
+A turn sends all messages so far followed by its own `messages`, in the format of the chat API (system, user, tool);
+`output_tokens` is the maximum length of the answer; `answer` is the recorded answer, an assistant message; `wait_s` is
+the time in seconds that the tools, or the user, take before the next turn. `tools` are the functions that a session may
+call; `answer`, `tools` and `wait_s` are optional.
 """
 
 import json
@@ -23,12 +23,12 @@ import msgspec
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-CHARACTERS_PER_TOKEN = 3.6  # of Python and English in large vocabularies; used where nobody can count
+CHARACTERS_PER_TOKEN = 3.6  # of Python and English text in large vocabularies; used without a tokenizer
 Counter = Callable[[str], int]
 
 
 class Turn(Record, frozen=True, forbid_unknown_fields=False):
-    """One request and the time after its answer. wait_s: seconds."""
+    """One request, and the wait after its answer. wait_s: seconds."""
 
     messages: tuple[dict[str, Any], ...]
     output_tokens: int
@@ -45,7 +45,7 @@ class Session(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def read(path: Path) -> list[Session]:
-    """The sessions of a trace. Raises ConfigError with the file, the line and what is wrong there."""
+    """The sessions of a trace. Raises ConfigError with the file, the line and the problem."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -57,12 +57,12 @@ def read(path: Path) -> list[Session]:
         try:
             session = msgspec.json.decode(line, type=Session)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: is no session: {error}") from None
+            raise ConfigError(f"{path}, line {number}: not a valid session: {error}") from None
         if problem := _problem(session):
             raise ConfigError(f"{path}, line {number}: {problem}")
         found.append(session)
     if not found:
-        raise ConfigError(f"{path}: has no session; --synthesize makes a trace")
+        raise ConfigError(f"{path}: contains no session; --synthesize writes a trace")
     return found
 
 
@@ -73,26 +73,26 @@ def _problem(session: Session) -> str:
         if not turn.messages or not all(isinstance(message.get("role"), str) for message in turn.messages):
             return f"turn {number} needs at least one message, and `role` in each"
         if turn.output_tokens < 1:
-            return f"turn {number}: `output_tokens` is at least 1"
+            return f"turn {number}: `output_tokens` must be at least 1"
         if not 0 <= turn.wait_s < math.inf:
-            return f"turn {number}: `wait_s` is a number of seconds"
+            return f"turn {number}: `wait_s` must be a finite number of seconds, at least 0"
     return ""
 
 
 def encode(sessions: Sequence[Session]) -> bytes:
-    """The lines of a trace."""
+    """Encodes a trace as JSONL."""
     return b"".join(msgspec.json.encode(session) + b"\n" for session in sessions)
 
 
-# ----------------------------------------------------------------------------------------------------------- made up
+# -------------------------------------------------------------------------------------------------- synthetic traces
 
 
 class Shape(Record, frozen=True):
-    """What synthetic sessions of a coding agent are like.
+    """The sizes of synthetic sessions of a coding agent. All lengths and times are medians, except context_tokens.
 
-    context_tokens: a session ends before its history, with all answers, is longer. output_tokens: of a median answer;
-    edits are longer, calls of other tools shorter. result_tokens: of a median piece of a file that a tool gives.
-    tool_s: of a median run of the tests; other tools take a hundredth. think_s: of a user between tasks, at the median.
+    context_tokens: maximum tokens of a session's history, answers included. output_tokens: of an answer; edits are
+    longer, calls of other tools shorter. result_tokens: of a file excerpt that a tool returns. tool_s: seconds of a
+    test run; other tools take a hundredth. think_s: seconds of a user between two tasks.
     """
 
     sessions: int = 8
@@ -146,18 +146,18 @@ TOOLS = (
 
 
 class _Source:
-    """Python files of the standard library that is installed here: text that a coding agent could have before it."""
+    """Python files of the installed standard library: text such as a coding agent reads."""
 
     def __init__(self) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])
         files = sorted(path for path in folder.glob("*.py") if path.stat().st_size > 8_000)
         if not files:
-            raise ConfigError(f"--synthesize: {folder} has no source of Python's standard library")
+            raise ConfigError(f"--synthesize: {folder} does not contain the source of Python's standard library")
         self._files = files
         self._read: dict[Path, list[str]] = {}
 
     def draw(self, draw: random.Random) -> tuple[str, list[str], str]:
-        """A file's name, its lines, and the name of something that it defines."""
+        """A random file: its name, its lines, and the name of a function or class in it."""
         path = draw.choice(self._files)
         lines = self._read.setdefault(path, path.read_text(errors="replace").splitlines())
         words = [
@@ -167,15 +167,15 @@ class _Source:
 
 
 def by_length(text: str) -> int:
-    """About how many tokens a text has, where nobody can count them."""
+    """Estimates the tokens of a text from its length."""
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
 def synthesize(shape: Shape, count: Counter | None = None) -> list[Session]:
     """Sessions of a coding agent: a task, files read and searched, edits, tests, a summary, the next task, and so on.
 
-    The same shape gives the same sessions with the same Python. count: tokens of a text; None: by its length. Raises
-    ConfigError where a budget is too small for one task.
+    The same shape and version of Python give the same sessions. count: counts the tokens of a text; None: estimates
+    them from its length. Raises ConfigError if context_tokens is too small for one turn.
     """
     counter = count or by_length
     source = _Source()
@@ -183,7 +183,7 @@ def synthesize(shape: Shape, count: Counter | None = None) -> list[Session]:
     if not all(session.turns for session in made):
         least = counter(_SYSTEM + json.dumps(TOOLS)) + 2 * (shape.output_tokens + shape.result_tokens)
         raise ConfigError(
-            f"--context-tokens {shape.context_tokens}: one turn does not fit; give about {least} or more, or shorten "
+            f"--context-tokens {shape.context_tokens}: one turn does not fit; use at least about {least}, or reduce "
             "--result-tokens and --output-tokens"
         )
     return made
@@ -196,7 +196,7 @@ class _Maker:
         self._turns: list[Turn] = []
         self._pending: list[dict[str, Any]] = [{"role": "system", "content": _SYSTEM}]
         self._calls = 0
-        # A template writes marks around every message; a dozen tokens for each covers that.
+        # A chat template adds tokens around every message; twelve per message are enough.
         self._used = count(_SYSTEM) + count(json.dumps(TOOLS)) + 24
 
     def session(self) -> Session:
@@ -208,7 +208,7 @@ class _Maker:
         return Session(session=f"session-{self._number}", tools=TOOLS, turns=tuple(self._turns))
 
     def _task(self, wordings: Sequence[str]) -> bool:
-        """Whether all of a task had room."""
+        """Adds a task. Returns whether all of it fits into context_tokens."""
         draw = self._draw
         file, lines, name = self._source.draw(draw)
         self._say({"role": "user", "content": draw.choice(wordings).format(name=name, file=file)})
@@ -275,11 +275,11 @@ class _Maker:
         return max(8, round(median * self._draw.lognormvariate(0.0, 0.6)))
 
     def _time(self, median: float) -> float:
-        # Most tools answer at once and some take very long: a wide log-normal distribution, cut at twenty medians.
+        # Most tools return at once and some take very long: a wide log-normal distribution, cut at twenty medians.
         return min(median * self._draw.lognormvariate(0.0, 1.0), 20 * median)
 
     def _piece(self, lines: list[str], tokens: int) -> tuple[list[str], int]:
-        """Lines of about so many tokens, from a drawn one on, and the place of the first."""
+        """Lines with about `tokens` tokens from a random start, and the index of the first line."""
         start = self._draw.randrange(max(1, len(lines) - 20))
         piece: list[str] = []
         used = 0

@@ -1,7 +1,7 @@
-"""Counting tokens and making text of them, without the model and without torch. Nothing is ever downloaded.
+"""Vocabularies that encode and decode text, without the model and without torch. Nothing is downloaded.
 
-A vocabulary is that of the served model (`--tokenizer`), so that a prompt has as many tokens here as at the server, or
-o200k, in which Artificial Analysis counts every model's tokens.
+A vocabulary is that of the served model (`--tokenizer`), so that client and server count the same tokens of a prompt,
+or o200k, in which Artificial Analysis counts the tokens of all models.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ import tiktoken
 from redline.chat.tokenizer import Tokenizer, read_ranks
 from redline.errors import ConfigError
 
-# Facts of tiktoken's own registry (tiktoken_ext.openai_public): how o200k_base cuts text, its control tokens, and where
-# its file is published, of which a cache keeps the file under the address's SHA-1.
+# From tiktoken's registry (tiktoken_ext.openai_public): the split pattern of o200k_base, its control tokens, and the
+# address of its file; tiktoken's cache stores the file under the SHA-1 of the address.
 _WORD, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K_SPLIT = "|".join(
@@ -36,20 +36,20 @@ _O200K_ADDRESS = "https://openaipublic.blob.core.windows.net/encodings/o200k_bas
 
 
 class Vocabulary(Protocol):
-    """Text to token ids and back. Text that spells a control token is text.
+    """Converts text to token ids and back. Text that spells a control token is encoded as text.
 
-    name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which no prompt
-    is made of. added: control tokens that a server puts around a bare text by itself, such as one that begins it.
+    name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which prompts
+    never contain. added: control tokens that a server adds to plain text, such as a token at its start.
     """
 
     @property
     def name(self) -> str:
-        """What a result says of where counts come from."""
+        """The source of token counts, for results."""
         ...
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus 1."""
         ...
 
     @property
@@ -59,48 +59,48 @@ class Vocabulary(Protocol):
 
     @property
     def added(self) -> int:
-        """Control tokens that a server adds to a bare text."""
+        """Number of control tokens that a server adds to plain text."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added."""
+        """Ids of a text, without added tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; bytes that make no character become U+FFFD."""
+        """The text of ids; invalid UTF-8 becomes U+FFFD."""
         ...
 
 
 def open_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, or a file.
 
-    A file is one of those two or o200k_base.tiktoken. A folder that has both is read from tiktoken.model, as Redline
-    reads it. Raises ConfigError with the fix.
+    A file is one of those two or o200k_base.tiktoken. In a folder with both, tiktoken.model is used, as in serving.
+    Raises ConfigError with the fix.
     """
     if path.is_dir():
         for name in ("tiktoken.model", "tokenizer.json"):
             if (path / name).exists():
                 return open_vocabulary(path / name)
         raise ConfigError(
-            f"--tokenizer {path}: neither tiktoken.model nor tokenizer.json is in it; give a model's folder"
+            f"--tokenizer {path}: contains neither tiktoken.model nor tokenizer.json; name a model folder"
         )
     if not path.exists():
-        raise ConfigError(f"--tokenizer {path}: does not exist; give a model's folder, for names are not looked up")
+        raise ConfigError(
+            f"--tokenizer {path}: does not exist; name a model folder (names of the Hugging Face Hub are not resolved)"
+        )
     if path.name == "tiktoken.model":
         return _Kimi(path.parent)
     if path.suffix == ".json":
         return _HuggingFace(path)
     if path.name.startswith("o200k_base"):
         return _o200k(path)
-    raise ConfigError(
-        f"--tokenizer {path}: not tiktoken.model, tokenizer.json or o200k_base.tiktoken; give one of these"
-    )
+    raise ConfigError(f"--tokenizer {path}: expected tiktoken.model, tokenizer.json or o200k_base.tiktoken")
 
 
 def o200k(path: Path | None = None) -> Vocabulary | None:
-    """o200k_base of a file, or, without a path, of tiktoken's cache (TIKTOKEN_CACHE_DIR); None where it is not there.
+    """o200k_base from a file, or by default from tiktoken's cache (TIKTOKEN_CACHE_DIR); None if not found.
 
-    Raises ConfigError where a path is given that cannot be read.
+    Raises ConfigError if the given path cannot be read.
     """
     if path is not None:
         return _o200k(path)
@@ -117,7 +117,7 @@ def _o200k(path: Path) -> Vocabulary:
         raise ConfigError(f"{path}: {len(ranks)} ranks are too many for o200k_base, which has fewer than {first}")
     return _Tiktoken(
         tiktoken.Encoding("o200k_base", pat_str=O200K_SPLIT, mergeable_ranks=ranks, special_tokens=O200K_SPECIALS),
-        frozenset(range(len(ranks), max(O200K_SPECIALS.values()) + 1)),  # the gaps between are no tokens
+        frozenset(range(len(ranks), max(O200K_SPECIALS.values()) + 1)),  # the ids in between are unused
     )
 
 
@@ -157,17 +157,17 @@ class _HuggingFace:
         except ImportError:
             raise ConfigError(
                 f"--tokenizer {path}: reading it needs the package `tokenizers`: pip install tokenizers, or "
-                "give a folder with tiktoken.model"
+                "use a folder with tiktoken.model"
             ) from None
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"--tokenizer {path}: cannot be read ({error.strerror})") from None
-        except Exception as error:  # the package raises bare ones, of its own and of Unicode
+        except Exception as error:  # the package raises plain Exception, for its own errors and for Unicode
             raise ConfigError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # what spells a control token is text
+        self._tokenizer.encode_special_tokens = True  # encode text that spells a control token as text
         self.name = str(path.parent if path.name == "tokenizer.json" else path)
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.added: int = self._tokenizer.num_special_tokens_to_add(False)

@@ -1,19 +1,20 @@
-"""What speculation brings on this machine: acceptance and tokens/s by domain for every k, and what the parts cost.
+"""Speedup of speculative decoding on this machine: acceptance and tokens/s by domain for every k, and its costs.
 
-Answers to real prompts, greedy or drawn, through the whole engine in this process. Variants take turns on the prompts,
-round by round, and every rate is compared with that of no drafts in the same round: on a machine with other users only
-ratios of neighbours mean something. What is generated is the same under every variant (law 4), so all do the same work.
+Generates answers to real prompts, greedy or sampled, with the whole engine in this process. In every round each variant
+runs the same prompts, and its rate is compared with the rate without drafts in the same round: on a machine with other
+load only ratios of adjacent measurements are meaningful. All variants generate the same tokens (law 4), so all do the
+same work.
 
     off      no drafts
-    k1..k7   always so many drafts by the learned drafter, without suffix matching
-    suffix   suffix matching alone
-    auto     as served: the drafter, suffix matching above it, k as it pays
+    k1..k7   always 1 to 7 draft tokens by the learned drafter, without suffix matching
+    suffix   suffix matching only
+    auto     as served: the drafter, combined with suffix matching, with adaptive k
 
-A rate is tokens over seconds of the engine's decode steps, sums over sums: each step with what the host does up to the
-next, steps with prompts left out. When a caller gets tokens is no measure: those of several steps may arrive at once. A
-rate above the floor of the same steps is no speed, so it is not given, and `above` says what came.
+A rate is the total tokens over the total seconds of the engine's decode steps. A step's time includes the host's work
+up to the next step; steps with prefill are excluded. Arrival times at the caller are not used: the tokens of several
+steps may arrive at once. A rate above the floor of the same steps is not valid: it is omitted, and `above` reports it.
 
-The parts are steps of the runner alone, one after another in turns: plain, with d drafts verified, with d drafts made.
+The parts are steps of the runner alone, timed in turn: plain, with d drafts verified, with d drafts made.
 """
 
 import itertools
@@ -48,20 +49,20 @@ from redline.worker.acceptance import Round, acceptance_length, spoken
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
-VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
-TRIES = 3  # of measuring what the machine can do, for each engine
-CHAIN = 4  # drafter passes of one call
+VERIFIED = (2, 4, 8)  # tokens per row of a step, the target's own included
+TRIES = 3  # measurements of the machine's limits per engine
+CHAIN = 4  # drafter passes per call
 
 
 class Question(NamedTuple):
-    """A prompt as the target reads it: its domain and its token ids."""
+    """A prompt: its domain and its token ids."""
 
     domain: str
     tokens: tuple[int, ...]
 
 
 class _Line(Chat, frozen=True, kw_only=True):
-    """A prompt in a file: as `redline draft synth` takes them, or of an evaluation set, whose kind is the domain."""
+    """A prompt in a file: in the format of `redline draft synth`, or of an evaluation set (`kind` is the domain)."""
 
     id: str = ""
     domain: str = ""
@@ -71,19 +72,19 @@ class _Line(Chat, frozen=True, kw_only=True):
 
 
 class Outcome(NamedTuple):
-    """What one variant did with some questions at once."""
+    """The result of one variant for a batch of questions."""
 
-    seconds: float  # of decode steps
-    tokens: int  # generated in these seconds
-    rounds: list[list[Round]]  # of speculation, by answer
-    floor_s: float = 0.0  # the least that these steps can take; 0: not known
+    seconds: float  # in decode steps
+    tokens: int  # generated in these steps
+    rounds: list[list[Round]]  # rounds of speculation, by answer
+    floor_s: float = 0.0  # the floor of these steps in seconds; 0: not known
 
 
 class Rate(Record, frozen=True):
     """One variant in one domain at one batch.
 
-    `times`: its tokens/s over those without drafts, in the same turns. Both are None where one of the two was above its
-    floor. rounds: of speculation, steps of one answer that verified drafts.
+    tokens_per_s: None if the rate was above its floor. times: tokens/s divided by those without drafts in the same
+    rounds; None if either rate was above its floor. rounds: steps of one answer that verified drafts.
     """
 
     domain: str
@@ -92,16 +93,16 @@ class Rate(Record, frozen=True):
     tokens_per_s: float | None
     times: float | None
     length: float | None  # acceptance length; None: no drafts were verified
-    accepted: float | None  # share of the drafts
+    accepted: float | None  # share of the draft tokens
     rounds: int
-    floor_tokens_per_s: float | None = None  # the most that this machine can give in these steps; None: not measured
-    above: str | None = None  # why there is no speed
+    floor_tokens_per_s: float | None = None  # the most that this machine can reach in these steps; None: not measured
+    above: str | None = None  # why tokens_per_s or times is omitted; None: both are valid
 
 
 class Part(Record, frozen=True):
-    """A kind of step of the runner. ms: its median, of one pass.
+    """One kind of step of the runner. ms: median milliseconds of one pass.
 
-    times: over a plain step's, the median of neighbours' ratios.
+    times: the time relative to a plain step, median over the ratios of adjacent measurements.
     """
 
     name: str
@@ -119,10 +120,10 @@ def variants(
     device: str | None,
     synthetic: Acceptance | None = None,
 ) -> dict[str, EngineConfig]:
-    """The configurations of the engines that are compared, by name. draft: a folder.
+    """The configurations of the compared engines, by name. draft: the drafter's folder.
 
-    ks: numbers of drafts, one engine each. batch: rows at once. kv_memory: bytes of each engine's pages. synthetic:
-    acceptance that is drawn, of "off" and k1 .. k7, which are then all.
+    ks: numbers of draft tokens, one engine each. batch: maximum rows. kv_memory: bytes of each engine's KV pages.
+    synthetic: synthetic acceptance; only "off" and k1 .. k7 are then returned.
     """
     plain = EngineConfig(kv_memory=kv_memory, max_model_len=max_model_len, max_running=batch, device=device)
     fixed = {f"k{k}": Learned(drafter=draft, tokens=k, adaptive=False, suffix=False) for k in ks}
@@ -141,7 +142,7 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected prompts, one in a line") from None
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected one prompt per line") from None
         for number, line in enumerate(lines, 1):
             try:
                 one = decoder.decode(line)
@@ -155,9 +156,9 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
 
 
 class Asker:
-    """Asks one engine, and takes the time. max_tokens: of each answer. temperature: 0 is greedy; above it tokens are
-    drawn without a seed of the request's own. ends: whether answers end where the model says so, which under synthetic
-    acceptance means nothing."""
+    """Runs questions on one engine and measures the time. max_tokens: per answer. temperature: 0 is greedy; above 0,
+    tokens are sampled without a per-request seed. ends: whether answers end at the model's stop tokens, which are
+    meaningless with synthetic acceptance."""
 
     def __init__(self, engine: Engine, max_tokens: int, temperature: float = 0.0, *, ends: bool = True) -> None:
         self._engine = engine
@@ -165,7 +166,7 @@ class Asker:
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
-        self._steps: list[tuple[float, int, float]] = []  # of decode steps: seconds, tokens, floor in seconds
+        self._steps: list[tuple[float, int, float]] = []  # decode steps: seconds, tokens, floor in seconds
         engine.engine.planner.watch_steps(self._took)
 
     def _took(self, step: TimedStep, floor_s: float, tokens: int) -> None:
@@ -173,17 +174,17 @@ class Asker:
             self._steps.append((step.ms / 1e3, tokens, floor_s))
 
     def ask(self, questions: Sequence[Question]) -> Outcome:
-        """All at once."""
+        """Runs all questions concurrently."""
         asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
         stop_ids = self._engine.tokenizer.stop_ids if self._ends else ()
         sampling = Sampling(max_tokens=self._max_tokens, temperature=self._temperature, stop_ids=stop_ids)
-        # A salt for each time: a prompt that was asked before would be found in the cache, and begin later than it did.
+        # A salt per call: a repeated prompt would otherwise hit the prefix cache and start at a later position.
         jobs: list[Job] = [
             make_job(id, question.tokens, sampling, self._engine.fingerprint, salt=id) for id, question in asked.items()
         ]
         before = len(self._steps)
         deltas = self._engine.generate(jobs)
-        steps = self._steps[before:]  # a step is timed before its tokens are told
+        steps = self._steps[before:]  # a step is timed before its tokens are reported
         answers = [spoken(id, question.domain, question.tokens, deltas[id]) for id, question in asked.items()]
         return Outcome(
             seconds=sum(seconds for seconds, _, _ in steps),
@@ -194,8 +195,8 @@ class Asker:
 
     @staticmethod
     def measure_floors(askers: Sequence["Asker"]) -> None:
-        """Measures what steps of these engines take at least: by the best of several tries, which holds for all of them
-        since they read through the same memory. Nothing may run meanwhile."""
+        """Measures the floor of the engines' steps. The best of several measurements applies to all engines, since they
+        read from the same memory. Nothing else may run during the measurement."""
         cores = [asker._engine.engine for asker in askers for _ in range(TRIES)]
         found = [(core, floor) for core in cores if (floor := core.measure()) is not None]
         for core, floor in found:
@@ -211,10 +212,10 @@ def bench_rates(
     rounds: int,
     done: Callable[[], object] = lambda: None,
 ) -> Iterator[Rate]:
-    """Yields every variant of a domain, domain by domain; `askers` has "off" among them, or a KeyError is raised.
+    """Yields every variant of a domain, domain by domain. Raises KeyError if `askers` does not contain "off".
 
-    batch: questions at once. rounds: how often each variant is asked, in turns. done: called after each time that a
-    variant was asked. A domain whose answers are of one token gives nothing.
+    batch: concurrent questions. rounds: runs per variant; variants alternate. done: called after each run of a variant.
+    A domain with answers of one token only yields nothing.
     """
     domains: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
@@ -223,7 +224,7 @@ def bench_rates(
         took: dict[str, list[Outcome]] = {name: [] for name in askers}
         for number in range(rounds):
             order = list(askers)
-            random.Random(number).shuffle(order)  # nobody is always the first
+            random.Random(number).shuffle(order)  # no variant always runs first
             part = [members[(number * batch + place) % len(members)] for place in range(batch)]
             for name in order:
                 took[name].append(askers[name].ask(part))
@@ -231,7 +232,7 @@ def bench_rates(
         for name, outcomes in took.items():
             both = [pair for pair in zip(outcomes, took["off"], strict=True) if pair[0].tokens and pair[1].tokens]
             if not both:
-                continue  # answers of one token each: nothing was decoded
+                continue  # answers of one token each: no decode steps
             mine, plain = Speed.of([pair[0] for pair in both]), Speed.of([pair[1] for pair in both])
             above = mine.above or (plain.above and f"without drafts {plain.above}")
             verified = [answer for outcome in outcomes for answer in outcome.rounds]
@@ -259,21 +260,21 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> "Speed":
-        """Sums over sums."""
+        """Total tokens divided by total seconds."""
         tokens, floor_s = sum(one.tokens for one in outcomes), sum(one.floor_s for one in outcomes)
         return cls(tokens / sum(one.seconds for one in outcomes), tokens / floor_s if floor_s else None)
 
     @property
     def above(self) -> str:
-        """Why this is no speed; empty: it is one."""
+        """Why the rate is not valid; empty if it is."""
         most = self.floor_tokens_per_s
         if most is None or self.tokens_per_s <= most:
             return ""
-        return f"{self.tokens_per_s:,.0f} tokens/s came, above the floor's {most:,.0f}"
+        return f"{self.tokens_per_s:,.0f} tokens/s measured, above the floor's {most:,.0f}"
 
 
 def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
-    """{(variant, batch): `times`, averaged over the domains that have it}."""
+    """{(variant, batch): mean of `times` over the domains that have it}."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rate in rates:
         if rate.times is not None:
@@ -284,11 +285,11 @@ def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
 def bench_parts(
     model: K2, drafter: Eagle3 | None, batches: Sequence[int], context: int, repeats: int
 ) -> Iterator[Part]:
-    """Yields what a step costs by the tokens that each of its rows verifies, and what one pass of the drafter costs.
+    """Yields the time of a step by the number of tokens that each row verifies, and the time of one drafter pass.
 
-    batches: rows of a step. context: tokens before each row. drafter: prepared for the model; None: its pass is not
-    timed. The kinds of steps take turns, `repeats` times after three that warm. The pages hold zeros and the tokens are
-    random: neither changes what must be read and multiplied.
+    batches: rows per step. context: tokens before each row. drafter: prepared for the model; None: its pass is not
+    timed. The kinds of steps alternate, `repeats` times after three warm-up runs. The KV pages contain zeros and the
+    tokens are random: neither changes the bytes and operations.
     """
     for batch in batches:
         parts = {f"verify {tokens}": _verify_pass(model, batch, tokens, context) for tokens in (1, *VERIFIED)}
@@ -326,7 +327,7 @@ def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[
 
 
 def _draft_passes(model: K2, drafter: Eagle3, batch: int, context: int) -> tuple[Callable[[], object], int]:
-    """Passes as the engine makes them, and how many: CHAIN in one call, or one of single ops."""
+    """Drafter passes as the engine runs them, and their number: CHAIN in one call, or one pass of single ops."""
     config, served = drafter.config, drafter.served
     if isinstance(served, Served) and served.chains and model.device.type == "cpu":
         each = -(-(context + CHAIN + 2) // PAGE_TOKENS)
@@ -356,8 +357,8 @@ def _queries(
     ahead: int,
     device: torch.device,
 ) -> tuple[Inputs, int]:
-    """A step in which each of `batch` slots decodes `tokens` positions behind `context` others, and the pages that it
-    needs. ahead: how far behind its position a row's place lies (a drafter's: one)."""
+    """A step in which each of `batch` slots decodes `tokens` positions after `context` others, and the number of pages
+    that it needs. ahead: offset of a token's KV row from its position (1 for a drafter)."""
     each = -(-(context + tokens + ahead) // PAGE_TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (batch * tokens,), generator=generator)

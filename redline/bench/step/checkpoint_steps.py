@@ -1,7 +1,7 @@
-"""Milliseconds of a decode step, beside the least that its bytes and operations take on this machine.
+"""Milliseconds of a decode step, compared with the least time for its bytes and operations on this machine.
 
-Drives the runner itself: one step, run and awaited, over contexts of random tokens that a prefill has written. So the
-figure is the step alone, without planner, HTTP or launch-ahead.
+Drives the runner directly: each step is launched and awaited, over contexts of random tokens written by a prefill. The
+figure is therefore the step alone, without scheduler, HTTP or launch-ahead.
 """
 
 import random
@@ -20,9 +20,9 @@ CHUNK = 512
 
 
 class DecodeCase(Record, frozen=True):
-    """A step of `batch` rows that have `context` tokens each.
+    """A step of `batch` rows with `context` tokens each.
 
-    ms: the median of the timed steps; p10 and p90 beside it.
+    ms: the median of the timed steps, with p10 and p90 in their own fields.
     """
 
     batch: int
@@ -39,10 +39,10 @@ class DecodeCase(Record, frozen=True):
 
 
 def step_cost(runner: Runner, batch: int, context: int) -> Cost:
-    """The bytes and operations of a step of `batch` rows, each behind `context` tokens.
+    """The bytes and operations of a step of `batch` rows, each with `context` tokens before it.
 
-    Bytes are the weights that it reads (each expert once, as many as independent routing chooses on average) and the
-    latents of every row; operations are its multiplications and additions.
+    Bytes are the weights that the step reads (each expert once; their number is the mean of independent routing) and
+    the latent KV of every row; operations are multiplications and additions.
     """
     config = runner.model.config
     chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
@@ -63,9 +63,9 @@ def bench_decode(
     repeats: int,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[DecodeCase]:
-    """Yields a DecodeCase for each batch and context. The runner must be idle and hold batch x context tokens.
+    """Yields a DecodeCase per batch and context. The runner must be idle, with KV cache for batch x context tokens.
 
-    progress(tokens computed, tokens in all), prefills included.
+    progress: called with (tokens computed, total tokens), prefills included.
     """
     done, total = 0, sum(batch * (context + repeats + 8) for context in contexts for batch in batches)
     generator = random.Random(0)

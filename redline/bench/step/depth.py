@@ -1,10 +1,10 @@
-"""Milliseconds of a decode step at its true depth and of each of its ops: random weights, forced routing.
+"""Milliseconds of a decode step at its true depth, and of each of its ops, with random weights and forced routing.
 
-What a step reads does not depend on what the weights say, so a step of 61 layers is measured without the checkpoint;
-where memory is short, several layers are one in memory (`physical`), and their experts are chosen anew each time. What
-builds a step knows the chip (`Build`); this file says what a step must offer, and takes the times.
+The bytes that a step reads do not depend on the values of the weights, so a step of 61 layers is measured without the
+checkpoint. If memory is too small, several layers share one physical layer (`physical`), and their experts are drawn
+again for each layer. A `Build` creates a step for its chip; this file defines the interface of a step and times it.
 
-T tokens of a step (rows x tokens of each), k experts of a token.
+T tokens of a step (rows x tokens per row), k experts per token.
 """
 
 import itertools
@@ -23,23 +23,23 @@ from redline.model.k2.random_weights import dense_layers, place_of
 from redline.model.k2.shard import head_left_out, part_of
 from redline.ops.op import Cost
 
-WARM_UP = 5  # replays before those that count
-OP_LAUNCHES = 24  # of one op in a graph, at least: its start and end are then a small part
+WARM_UP = 5  # warm-up replays before the timed ones
+OP_LAUNCHES = 24  # launches of one op per CUDA graph, at least, so that the graph's own overhead is small
 NOTHING = Cost(0)
 Work = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
-    """One case: what is built, and how experts are chosen.
+    """One case: the sizes of the step, and the routing of experts.
 
-    config    of the whole step: all its layers, and as many experts as are there
-    physical  layers that lie in memory, the dense ones among them
-    tokens    of each row, computed in the step
-    context   tokens of each row that are there before the step
-    kv_dtype  of the pages
-    overlap   of the experts of a row's tokens (`routing.draw`); None: the model routes
-    ranks     that share the model: bytes and operations are those of one
+    config    of the whole step: all its layers, and the number of experts in memory
+    physical  layers in memory, dense layers included
+    tokens    tokens per row that the step computes
+    context   tokens per row in the KV cache before the step
+    kv_dtype  of the KV pages
+    overlap   of the experts of a row's tokens (`routing.draw`); None: the model's router decides
+    ranks     tensor parallel ranks; bytes and operations are counted for one rank
     """
 
     shape: str
@@ -54,29 +54,29 @@ class Depth:
 
     @property
     def part(self) -> K2Config:
-        """The geometry of what one rank holds, but for the head."""
+        """The geometry of one rank's part, except for the head."""
         return part_of(self.config, self.ranks)
 
     @property
     def dense(self) -> int:
-        """How many layers of the step have no experts."""
+        """Number of dense layers in the step."""
         return dense_layers(self.config)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of a rank's part of one routed expert."""
+        """Bytes of one rank's part of one routed expert."""
         return round(self.part.expert_parameters * self.config.bits_per_routed_parameter / 8)
 
     def physical_layer(self, layer: int, rotation: int = 0) -> int:
-        """The physical layer on which a layer of the step lies (`place_of`)."""
+        """The physical layer that a layer of the step uses (`place_of`)."""
         return place_of(self.config, self.physical, layer, rotation)
 
     def cost(self, experts: float, *, divided: bool = True) -> Cost:
-        """Bytes and operations of the step, from the model's sizes alone; the embedding is a gather, and is left out.
+        """Bytes and operations of the step, computed from the model's sizes; the embedding, a gather, is not counted.
 
-        Of one rank: each weight is read once, each row's context and the projections into attention once by all ranks
-        together, and of the routed experts `experts`, over all layers together. divided: false: each rank reads all
-        contexts and projections.
+        Counted for one rank: each weight is read once; each row's context and the projections into attention are read
+        once by all ranks together; `experts` routed experts are read, over all layers together. divided=False: each
+        rank reads all contexts and projections.
         """
         c, tokens = self.part, self.rows * self.tokens
         elsewhere = c.vocab_size * c.hidden_size + head_left_out(self.config, self.ranks)
@@ -95,10 +95,10 @@ class Depth:
 class Stage:
     """One op of the step.
 
-    run          enqueues one launch on the current stream, capturable, with the weights of that physical layer
-    cost         of one launch; where experts are read, of all but them
-    count        launches of a step
-    layers       physical layers that have this op; empty: the op has no layer, or all that have experts have it
+    run          enqueues one launch on the current stream with the weights of the given physical layer; capturable
+    cost         of one launch, without the experts that it reads
+    count        launches per step
+    layers       physical layers with this op; empty: the op has no layer, or all MoE layers have it
     expert_cost  of each distinct expert that a launch reads
     """
 
@@ -111,40 +111,40 @@ class Stage:
 
 
 class Step(Protocol):
-    """One decode step over random weights and pages. It may be run again and again: its inputs stay."""
+    """One decode step over random weights and KV pages. It can be run repeatedly: its inputs do not change."""
 
     @property
     def routing(self) -> Tensor:
-        """int32 [layers, T, k] on the step's device: the experts, dense layers' rows unused. A step whose model
-        routes writes it, any other reads it."""
+        """The experts, int32 [layers, T, k] on the step's device; the rows of dense layers are unused. A step with
+        forced routing reads it; otherwise the step writes the router's choice into it."""
         ...
 
     @property
     def ops(self) -> Sequence[Stage]:
-        """The ops that are timed one by one; empty where the step has forms that are not."""
+        """The ops to time one by one; empty if the step uses kernels that cannot be timed alone."""
         ...
 
     @property
     def captures(self) -> Sequence[Work]:
-        """Each enqueues the step, its layers on other physical layers: captured graphs.
+        """Captured CUDA graphs of the step, each with its layers on other physical layers.
 
         Empty: `run` is captured instead.
         """
         ...
 
     def run(self) -> object:
-        """Enqueues the step on the current stream, capturable."""
+        """Enqueues the step on the current stream; capturable."""
         ...
 
 
-Progress = Callable[[int, int], object]  # (bytes of weights made, bytes in all)
+Progress = Callable[[int, int], object]  # (bytes of weights created, total bytes)
 
 
 Build = Callable[[Depth, Progress], Step]
 
 
 class OpTime(NamedTuple):
-    """us: microseconds of one launch. cost: of one launch. launches: of a step."""
+    """us: microseconds per launch. cost: of one launch. launches: per step."""
 
     name: str
     launches: int
@@ -156,7 +156,7 @@ class OpTime(NamedTuple):
 class Timing:
     """A measured step, in milliseconds.
 
-    experts: distinct ones of all layers together, the mean over the timed steps.
+    experts: distinct experts of all layers together, mean over the timed steps.
     """
 
     ms: float
@@ -167,7 +167,7 @@ class Timing:
 
 
 def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Work = lambda: None) -> Timing:
-    """Times the whole step `repeats` times, with fresh experts and other physical layers each time, then its ops.
+    """Times the whole step `repeats` times, with new experts and other physical layers each time, then its ops.
 
     did: called after the step and after each op.
     """
@@ -198,9 +198,9 @@ def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Wor
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """A call that replays what `work` enqueues, after one run of it that compiles what is to be compiled.
+    """Captures `work` as a CUDA graph, after one eager run that compiles its kernels, and returns the replay.
 
-    On a CPU, `work`.
+    On a CPU, returns `work`.
     """
     if device.type != "cuda":
         return work
@@ -216,9 +216,9 @@ def captured(work: Work, device: torch.device) -> Work:
 
 
 def reroute(step: Step, depth: Depth, seed: int = 0) -> Work:
-    """A call that draws all experts of a step anew, in the stream's order; nothing where the model routes.
+    """A callable that draws new experts for a step, in stream order; does nothing if the model's router decides.
 
-    seed: of all its draws, which are the same for the same seed.
+    seed: the same seed gives the same sequence of draws.
     """
     overlap, config = depth.overlap, depth.config
     if overlap is None:
@@ -229,10 +229,10 @@ def reroute(step: Step, depth: Depth, seed: int = 0) -> Work:
 
 
 def _op_time(stage: Stage, depth: Depth, experts: float, fresh: Work, repeats: int, device: torch.device) -> OpTime:
-    """One launch after another, over the physical layers in turn, so that each finds its weights cold. A step runs
-    before: the op finds the activations and the experts that its last layer left.
+    """Times launches of one op, over the physical layers in turn, so that no weights are in the L2 cache. A step runs
+    before each timing: the op reads the activations and the experts of the step's last layer.
 
-    experts: distinct ones of a layer, the mean.
+    experts: mean distinct experts per layer.
     """
     layers = stage.layers or range(min(depth.dense, depth.physical - 1), depth.physical)
     order = [*layers] * -(-OP_LAUNCHES // len(layers))
@@ -248,8 +248,8 @@ def _op_time(stage: Stage, depth: Depth, experts: float, fresh: Work, repeats: i
 
 
 def _times(work: Work, before: Work, after: Work, repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of each timed run of `work`. On a GPU by its own clock, everything enqueued ahead, so that it never
-    waits for Python; `before` and `after` are not timed."""
+    """Milliseconds of each timed run of `work`, without `before` and `after`. On a GPU by CUDA events, with all work
+    enqueued ahead, so that the GPU never waits for Python."""
     spans: list[tuple[Mark, Mark]] = []
     for _ in range(WARM_UP + repeats):
         before()
@@ -263,7 +263,7 @@ def _times(work: Work, before: Work, after: Work, repeats: int, device: torch.de
 
 
 class Mark:
-    """A moment: of the GPU's stream, or of the CPU."""
+    """A time mark: a CUDA event on the current stream, or the CPU's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -273,7 +273,7 @@ class Mark:
         self._seconds = clock.perf_counter()
 
     def until(self, end: "Mark") -> float:
-        """Milliseconds from this moment to `end`."""
+        """Milliseconds from this mark to `end`."""
         if self._event is not None and end._event is not None:
             return self._event.elapsed_time(end._event)
         return 1e3 * (end._seconds - self._seconds)
@@ -293,7 +293,7 @@ def depth_of(
     overlap: float | None,
     ranks: int = 1,
 ) -> Depth:
-    """The case whose config has so many layers and experts. experts: in each layer; None: as many as the config has."""
+    """The case of a config with `layers` layers. experts: per layer; None: the number in the config."""
     changed = replace(config, num_hidden_layers=layers, n_routed_experts=experts or config.n_routed_experts)
     return Depth(
         shape=shape,

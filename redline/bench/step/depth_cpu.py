@@ -1,7 +1,7 @@
 """The step of `depth` on a CPU: the serving kernels op by op, random weights, pages of random rows.
 
-The model routes, since these kernels take no experts from outside. For a small shape, and for tests of the measurement;
-`redline bench decode FOLDER` measures what a CPU really serves with.
+The model's router chooses the experts, since these kernels cannot force them. Meant for small shapes and for tests of
+the measurement; `redline bench decode FOLDER` measures the path that serves on a CPU.
 
 T tokens, D hidden, H heads, N nope, P rope, R latent rank, V value, K inputs of a product.
 """
@@ -29,9 +29,9 @@ from redline.wire.job import PAGE_TOKENS
 
 
 class CpuStep:
-    """A `depth.Step` of the serving kernels on a CPU. routing: what the model chose, written by each run.
+    """A `depth.Step` of the serving kernels on a CPU. routing: the experts that the model chose, written by each run.
 
-    progress: told of (bytes of weights made, bytes in all).
+    progress: called with (bytes of weights created, total bytes).
     """
 
     def __init__(self, depth: Depth, progress: Progress) -> None:
@@ -64,7 +64,7 @@ class CpuStep:
         return linear(x_TD, self._head)
 
     def _layer(self, layer: int, residual: Tensor, partial: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`kernels.cpu.blocks.block`, its ops one by one."""
+        """The ops of `kernels.cpu.blocks.block`, one by one."""
         block, inputs, plane = self._blocks[self._depth.physical_layer(layer)], self._inputs, self._planes[layer]
         w = block.attention
         residual, x = add_norm(residual, partial, block.attention_norm, block.eps)
@@ -80,7 +80,7 @@ class CpuStep:
 
 
 class _Ops:
-    """Each op alone, on activations like those of a step."""
+    """Each op on its own, on activations of a step's shape."""
 
     def __init__(
         self, depth: Depth, blocks: Sequence[Block], inputs: Inputs, planes: Sequence[Tensor], head: Matrix
@@ -190,7 +190,7 @@ def _route(x_TD: Tensor, experts: Moe) -> Routed:
 
 
 def _inputs(depth: Depth, ids_T: Tensor) -> Inputs:
-    """Every row's tokens follow its context; its pages are its own, in order."""
+    """Each row's tokens follow its context. Each row has pages of its own, in order."""
     pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
     tables = torch.arange(depth.rows * pages, dtype=torch.int32).view(depth.rows, pages)
     slot_T = torch.arange(depth.rows).repeat_interleave(depth.tokens)
@@ -210,6 +210,6 @@ def _inputs(depth: Depth, ids_T: Tensor) -> Inputs:
 
 
 def _planes(depth: Depth, pages: int, generator: torch.Generator) -> list[Tensor]:
-    """[pages, 64, kv width] of every layer."""
+    """The KV pages [pages, 64, kv width] of every layer."""
     size = pages, PAGE_TOKENS, depth.config.kv_width
     return [torch.randn(size, generator=generator).to(depth.kv_dtype) for _ in range(depth.config.num_hidden_layers)]

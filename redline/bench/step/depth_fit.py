@@ -1,4 +1,4 @@
-"""What a step of a given depth needs of memory: a pure function whose result prints its own arithmetic."""
+"""Memory needed by a step of a given depth: a pure function, and an explanation of its arithmetic."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from redline.wire.job import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of weights and pages that a case takes.
+    """Bytes of weights and KV pages of a case.
 
-    Pages are every layer's own, weights only those of the physical layers.
+    Every layer has KV pages of its own; only the physical layers have weights.
 
-    drafter  bytes of a drafter, where there is one, and of what it is laid out from
-    grows    tokens that a row gains while it is measured, beyond those of the first step
+    drafter  bytes of the drafter, if any, and of the weights it is converted from
+    grows    tokens by which a row grows during the measurement, after the first step
     """
 
     depth: Depth
@@ -31,41 +31,41 @@ class Memory:
 
     @property
     def dense(self) -> int:
-        """Bytes of all layers without experts."""
+        """Bytes of all dense layers."""
         return self._weights(self.depth.dense) - self.ends
 
     @property
     def layer(self) -> int:
-        """Bytes of one layer with experts."""
+        """Bytes of one MoE layer."""
         first = self.depth.config.first_k_dense_replace
         return self._weights(first + 1) - self._weights(first)
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights that lie in memory."""
+        """Bytes of all weights in memory."""
         return self._weights(self.depth.physical)
 
     def _weights(self, layers: int) -> int:
-        """Bytes of so many layers and the ends, a rank's part of each."""
+        """Bytes of `layers` layers, the embedding, the head and the last norm: one rank's part of each."""
         return weight_bytes(dataclasses.replace(self.depth.config, num_hidden_layers=layers), self.depth.ranks)
 
     @property
     def tokens(self) -> int:
-        """Tokens that one row's pages hold, whole pages counted."""
+        """Token capacity of one row's pages, rounded up to whole pages."""
         return -(-(self.depth.context + self.depth.tokens + self.grows) // PAGE_TOKENS) * PAGE_TOKENS
 
     @property
     def kv(self) -> int:
-        """Bytes of the pages of all rows and layers."""
+        """Bytes of the KV pages of all rows and layers."""
         return self.depth.rows * self.tokens * self.depth.config.kv_bytes_per_token(self.depth.kv_dtype)
 
     @property
     def whole(self) -> int:
-        """Bytes in all: weights, the drafter and pages."""
+        """Total bytes: weights, drafter and KV pages."""
         return self.weights + self.drafter + self.kv
 
     def explain(self) -> list[str]:
-        """Lines for a reader: each number with its arithmetic."""
+        """Lines that show each number with its arithmetic."""
         depth, config = self.depth, self.depth.config
         routed = config.n_routed_experts * depth.expert_bytes
         moe = depth.physical - depth.dense
@@ -79,43 +79,41 @@ class Memory:
             f"in all           {_size(self.whole)}",
         ]
         if self.drafter:
-            lines.insert(3, f"drafter          {_size(self.drafter)}, with what it is laid out from")
+            lines.insert(3, f"drafter          {_size(self.drafter)}, with the weights it is converted from")
         return lines[1:] if moe <= 0 else lines
 
     def layers_that_fit(self, free: int) -> int:
-        """How many physical layers fit into `free` bytes, the dense ones among them; no more than the step has."""
+        """Number of physical layers that fit into `free` bytes, dense ones included; at most the layers of the step."""
         left = free - self.ends - self.dense - self.drafter - self.kv
         if left < 0:
             return 0
         return min(self.depth.dense + left // self.layer, self.depth.config.num_hidden_layers)
 
     def experts_that_fit(self, free: int) -> int:
-        """How many experts fit into `free` bytes in each of the physical layers."""
+        """Number of experts per physical layer that fit into `free` bytes."""
         depth = self.depth
         moe = max(depth.physical - depth.dense, 1)
         missing = max(0, self.whole - free)
         return max(0, depth.config.n_routed_experts - -(-missing // (moe * depth.expert_bytes)))
 
     def refusal(self, free: int) -> ConfigError:
-        """The error that says what would fit into `free` bytes; `explain` has the arithmetic."""
+        """The error that reports the sizes that would fit into `free` bytes; `explain` shows the arithmetic."""
         depth, layers, experts = self.depth, self.layers_that_fit(free), self.experts_that_fit(free)
         advice = [f"--alias {layers}"] if layers > depth.dense else []
         advice += [f"--experts {experts}"] if experts >= depth.config.num_experts_per_tok else []
-        fits = " or ".join(advice) or "no layer, as it is: give fewer rows, a shorter context or fewer --experts"
-        return ConfigError(f"the step needs {_size(self.whole)}, and {_size(free)} are free; what fits: {fits}")
+        fits = " or ".join(advice) or "fewer rows, a shorter context or fewer --experts: no layer fits"
+        return ConfigError(f"the step needs {_size(self.whole)}, but only {_size(free)} are free; use {fits}")
 
 
 def check(depth: Depth) -> None:
-    """Raises ConfigError where the sizes of the case contradict each other."""
+    """Raises ConfigError if the sizes of the case contradict each other."""
     config = depth.config
     check_in_memory(config, depth.physical, "alias")
     if config.n_routed_experts < config.num_experts_per_tok:
-        raise ConfigError(
-            f"experts is {config.n_routed_experts}; a token chooses {config.num_experts_per_tok}, so at least as many"
-        )
+        raise ConfigError(f"experts is {config.n_routed_experts}; a token needs {config.num_experts_per_tok}")
     if depth.context + depth.tokens > config.max_position_embeddings:
         raise ConfigError(
-            f"context is {depth.context:,}, and {depth.tokens} tokens follow; {depth.shape} reads "
+            f"context is {depth.context:,}, followed by {depth.tokens} tokens; {depth.shape} has a maximum of "
             f"{config.max_position_embeddings:,}"
         )
 

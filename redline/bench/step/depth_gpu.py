@@ -1,5 +1,5 @@
-"""The step of `depth` on a GPU: the serving kernels, random weights in their layouts, pages of random rows, forced
-routing, each recorded as a graph.
+"""The step of `depth` on a GPU: the serving kernels, random weights in their layouts, KV pages of random values, forced
+routing, captured as CUDA graphs.
 
 T tokens of a step, k experts of a token.
 """
@@ -30,7 +30,7 @@ from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import Linked, Links
+from redline.kernels.hopper.ranks import Linked, RankLinks
 from redline.kernels.inputs import Inputs
 from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
@@ -39,13 +39,13 @@ from redline.ops.op import Cost
 from redline.wire.job import PAGE_TOKENS
 
 CUDA = torch.device("cuda")
-ROTATIONS = 3  # graphs of a step, whose layers lie elsewhere in each
+ROTATIONS = 3  # CUDA graphs of a step; each maps its layers to other physical layers
 
 
 class GpuStep:
     """A `depth.Step` of the serving kernels on a GPU. routing int32 [layers, T, k]: read by each run.
 
-    progress: told of (bytes of weights made, bytes in all). Its graphs are captured once this is made.
+    progress: called with (bytes of weights created, total bytes). The constructor captures the CUDA graphs.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GpuStep:
         group: Group = ALONE,
         like: "GpuStep | None" = None,
     ) -> None:
-        """group: of as many ranks as the depth has. like: a step whose model this one has too; None: a new one."""
+        """group: must have `depth.ranks` ranks. like: a step to share the model with; None: build a new model."""
         config, whole = depth.config, Memory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
 
@@ -78,15 +78,15 @@ class GpuStep:
             self.captures: Sequence[Callable[[], object]] = [
                 captured(partial(self.run, rotation), device) for rotation in range(min(ROTATIONS, depth.physical))
             ]
-            # Steps of more tokens take other forms, and ranks that divide contexts meet in attention: neither is timed
-            # op by op.
+            # Steps of more tokens use other kernels, and ranks that divide contexts communicate in attention: neither
+            # is timed op by op.
             apart = depth.rows * depth.tokens <= MOST_DECODED and not self._divides(group)
             self.ops: Sequence[Stage] = _Ops(self).stages() if apart else ()
 
     def run(self, rotation: int = 0) -> Tensor:
-        """The likeliest token of each row, int64 [T].
+        """The argmax token of each row, int64 [T].
 
-        rotation: by how many places the layers with experts lie elsewhere.
+        rotation: number of places by which the MoE layers are shifted among the physical layers.
         """
         model, depth = self._model, self._depth
         model.gpu_blocks = [self._blocks[depth.physical_layer(i, rotation)] for i in range(len(model.gpu_blocks))]
@@ -100,17 +100,17 @@ class GpuStep:
 
     @property
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
-        """What the ops are timed on: the case, model, blocks by physical layer, inputs and the pages of all layers."""
+        """Operands of the timed ops: the case, model, blocks by physical layer, inputs and KV pages of all layers."""
         return self._depth, self._model, self._blocks, self._inputs, self._planes
 
 
-def links_of(group: Group) -> Links | None:
-    """A group's links, where its ranks reach one another's memory."""
+def links_of(group: Group) -> RankLinks | None:
+    """A group's links, if its ranks can access one another's memory; else None."""
     return group.links if isinstance(group, Linked) else None
 
 
 def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
-    """Rows after `context` tokens each; their tokens see those before them."""
+    """Rows with `context` tokens before them; each token attends to all tokens before it in its row."""
     device, count = model.device, depth.rows * depth.tokens
     pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
     tables = torch.randperm(depth.rows * pages, device=device).to(torch.int32).view(depth.rows, pages)
@@ -142,7 +142,7 @@ def _planes(depth: Depth, pages: int, device: torch.device) -> Tensor:
 
 
 class _Ops:
-    """Each op alone, on the activations of one layer."""
+    """Each op on its own, on the activations of one layer."""
 
     def __init__(self, step: GpuStep) -> None:
         self.depth, self.model, self.blocks, self.inputs, self.planes = step.parts
@@ -231,7 +231,7 @@ class _Ops:
         return Stage(name, run, cost, self.layers, self.every)
 
     def projections(self, tokens: int) -> tuple[list[Tiled], bool]:
-        """W_a of each physical layer as a step of so many tokens reads it, and whether that is a rank's part alone."""
+        """W_a of each physical layer as a step of `tokens` tokens reads it, and whether that is a rank's part only."""
         links, whole = links_of(self.model.group), [block.attention.w_a for block in self.blocks]
         if links is None or not shares(whole[0], links, tokens):
             return whole, False
@@ -271,7 +271,7 @@ class _Ops:
 
         _, h, rstd, _ = gate(self.depth.physical - 1)
         moe_layers = range(self.dense, self.depth.physical)
-        # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
+        # Each op runs alone: `gates` is not the previous launch, so no kernel waits for its `ready`.
         chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
         a_cost = project_a.op.cost(project_a.op.args(x_a, squares, projected[-1], w.q_norm, last.eps))
         q_cost = project_q.op.cost(

@@ -1,9 +1,10 @@
-"""What is kept of a measured step: `benchmarks/results/decode-*.json`, from which docs/speed.md is made.
+"""Saved records of measured steps: `benchmarks/results/decode-*.json`, from which docs/speed.md is generated.
 
-Cases that were measured with another engine too have its time (`PEER`).
+Cases that were also measured with another engine include its time (`PEER`).
 """
 
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,12 +18,12 @@ from redline.errors import ConfigError
 from redline.ops.op import Machine
 from redline.wire.base import Record
 
-WAIT_S = 60.0  # for another process that adds to the same file
+WAIT_S = 60.0  # timeout in seconds while another process appends to the same file
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class OpRecord(Record, frozen=True):
-    """One op of a step, in microseconds. us, floor_us: of all `launches` of one step together."""
+    """One op of a step. us, floor_us: microseconds of all `launches` in one step together."""
 
     name: str
     us: float
@@ -31,11 +32,11 @@ class OpRecord(Record, frozen=True):
 
 
 class DepthRecord(Record, frozen=True):
-    """One case, measured. Floors are over bytes_per_s and flops_per_s, measured beside it; ms is the median.
+    """One measured case. Floors use bytes_per_s and flops_per_s, measured in the same run; ms is the median.
 
-    context: tokens of each row before the step. expert_bytes: of distinct routed experts that a step read, the mean.
-    machine, cores: the host's processor, and how many of its cores the program had; records of before 2026-11-26 have
-    neither.
+    context: tokens of each row before the step. expert_bytes: mean bytes of distinct routed experts read per step.
+    machine, cores: the host's processor, and the number of cores available to the process; records from before
+    2026-11-26 have neither.
     """
 
     shape: str
@@ -65,31 +66,31 @@ class DepthRecord(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens that one step computes."""
+        """Tokens computed per step."""
         return self.rows * self.tokens_per_row
 
     @property
     def ops_ms(self) -> float:
-        """Milliseconds of all ops of one step together, each measured on its own."""
+        """Milliseconds of all ops of one step, the sum of separate measurements."""
         return sum(op.us for op in self.ops) / 1e3
 
     @property
     def peer_ms(self) -> float | None:
-        """The peer's step of as many tokens, if it was measured at this case on the same chip."""
+        """Milliseconds of the peer's step with the same tokens, if it was measured for this case on the same chip."""
         case = self.shape, self.layers, self.experts, self.context, self.kv_dtype, self.routing
         return PEER_MS.get((self.ranks, self.tokens)) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
 class RoundRecord(DepthRecord, frozen=True, kw_only=True):
-    """A round of speculation, measured: ms is the round's, tokens_per_row 1 + k, and its ops are its two parts.
+    """A measured round of speculative decoding. ms: of the round. tokens_per_row: 1 + k. ops: verify and draft.
 
-    accept          tokens of a row's round, the mean that was asked for
-    verify_ms       from the plan to the tokens that are certain
+    accept          mean tokens per row and round, as configured
+    verify_ms       from the start of the round to the accepted tokens
     draft_ms        of the drafter's k passes
-    baseline_ms     of a step without drafts, between the rounds
+    baseline_ms     of a step without drafts, run between the rounds
     tokens_per_s    of all rows together
-    idle_share      of the device's time in which nothing ran, from a trace; None: on a CPU
-    draft_head_bits of the drafter's head
+    idle_share      share of time in which the device was idle, from a trace; None on a CPU
+    draft_head_bits bits per weight of the drafter's head
     """
 
     k: int
@@ -103,7 +104,7 @@ class RoundRecord(DepthRecord, frozen=True, kw_only=True):
 
     @property
     def times(self) -> float:
-        """Tokens per second over those of steps without drafts."""
+        """Speedup: tokens per second divided by those of steps without drafts."""
         return self.accept * self.baseline_ms / self.ms
 
 
@@ -113,8 +114,8 @@ R = TypeVar("R", bound=DepthRecord)
 PEER = "vLLM 0.33"
 PEER_DATE = "2026-11-28"
 PEER_GPU = "H200"
-PEER_CASE = "kimi-k2.6", 61, 384, 1024, "bf16", "uniform"  # shape, layers, experts, context, pages, routing
-PEER_MS = {  # of its step by ranks and rows, at 5 and 9 layers (two GPUs: 9 and 13), carried to 61 by the slope
+PEER_CASE = "kimi-k2.6", 61, 384, 1024, "bf16", "uniform"  # shape, layers, experts, context, KV format, routing
+PEER_MS = {  # ms by (ranks, rows), measured at 5 and 9 layers (two GPUs: 9 and 13), linearly extrapolated to 61
     (1, 1): 13.2,
     (1, 4): 22.5,
     (1, 8): 33.1,
@@ -134,9 +135,9 @@ _WHAT = {DepthRecord: "measured steps", RoundRecord: "measured rounds"}
 
 
 def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
-    """What is kept of a measured case, with the machine, the versions, the commit and the date of this moment.
+    """The record of a measured case, with the current machine, versions, commit and date.
 
-    Raises StopIteration for a type of pages that is none of KV_DTYPES.
+    Raises StopIteration for a KV dtype that is not in KV_DTYPES.
     """
     origin: dict[str, Any] = provenance("torch")
     versions: dict[str, str] = origin["versions"]
@@ -179,7 +180,7 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
 
 
 def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> RoundRecord:
-    """What is kept of a measured round, as `record_of` keeps a step."""
+    """The record of a measured round, like `record_of` for a step."""
     whole = Timing(timing.ms, timing.p10_ms, timing.p90_ms, timing.experts, ())
     step: dict[str, Any] = msgspec.structs.asdict(record_of(case.depth, whole, machine))
     verify_ms, draft_ms = floors(case, timing.experts, machine)
@@ -200,16 +201,17 @@ def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> Roun
 
 
 def routing_name(overlap: float | None) -> str:
-    """How the experts were chosen, in words: model, uniform, or correlated with the probability."""
+    """The name of the routing: "model", "uniform", or "correlated" with its probability."""
     if overlap is None:
         return "model"
     return f"correlated {overlap:g}" if overlap else "uniform"
 
 
 def read(path: Path, kind: type[R]) -> list[R]:
-    """The measured cases of a file. Raises ConfigError where it cannot be read, or holds anything but this kind."""
+    """The measured cases of a file. Raises ConfigError if it cannot be read, or contains records of another kind."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[kind])
+        found: list[R] = msgspec.json.decode(path.read_bytes(), type=GenericAlias(list, kind))
+        return found
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, RecursionError) as error:
@@ -217,10 +219,10 @@ def read(path: Path, kind: type[R]) -> list[R]:
 
 
 def append(path: Path, record: DepthRecord) -> None:
-    """Adds a case to the file's list; the file is made where there is none.
+    """Appends a case to the file's list; a missing file is created.
 
-    Raises ConfigError where it cannot be written, holds anything else, or another process writes it for WAIT_S; what
-    the file holds stays.
+    Raises ConfigError if the file cannot be written, contains records of another kind, or is locked by another process
+    for WAIT_S seconds. The file then stays as it is.
     """
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Machines that nobody here needs to have: what a chip holds, how fast it reads, how its ranks reach one another.
+"""Figures of GPUs for predictions without the hardware: memory, bandwidth, and the links between ranks.
 
-Every figure says where it is from: measured (by this repository, or by a probe of its own), published (the maker's data
+Every figure names its source: measured (by this repository, or by a separate probe), published (the maker's data
 sheet), or assumed.
 """
 
@@ -13,14 +13,14 @@ from redline.model.k2.shard import RANKS
 
 
 class Figure(NamedTuple):
-    """A number in the unit that its place names, and where it is from."""
+    """A number, in the unit given by its field, and its source."""
 
     value: float
     source: str
 
 
 class Chip(NamedTuple):
-    """One GPU. memory: bytes. reads: bytes a second. link: bytes a second to other ranks, one way. flops: of bf16."""
+    """One GPU. memory: bytes. reads: bytes/s from memory. link: bytes/s to other ranks, one way. flops: bf16 FLOP/s."""
 
     name: str
     memory: Figure
@@ -28,23 +28,25 @@ class Chip(NamedTuple):
     link: Figure
     flops: Figure
     sms: int
-    kernels: tuple[str, ...]  # lines about which of our kernels run there
+    kernels: tuple[str, ...]  # lines on which of our kernels run on this chip
 
 
 @dataclass(frozen=True)
 class Several:
-    """So many GPUs of one host."""
+    """`count` GPUs of one host."""
 
     count: int
     chip: Chip
 
     @property
     def name(self) -> str:
-        """As it is asked for: 8 x H200."""
+        """The name, such as 8 x H200."""
         return f"{self.count} x {self.chip.name}"
 
 
-_HOPPER_LINK = Figure(397e9, "measured between two H200s, by sums of 1 to 32 rows; NVLink 4 is published as 450 GB/s")
+_HOPPER_LINK = Figure(
+    397e9, "measured between two H200s, with all-reduces of 1 to 32 rows; NVLink 4 is published as 450 GB/s"
+)
 _OURS = ("all: they are written for compute capability 9.0",)
 CHIPS = {
     "H100": Chip(
@@ -73,21 +75,21 @@ CHIPS = {
         Figure(2.25e15, "published"),
         148,
         (
-            "today none: the driver refuses anything but compute capability 9.x, and this is 10.0, so a server there "
-            "runs the reference path; the times below assume a build for 10.0, which nobody has made",
-            "would run as they are: the mma.sync family and Triton's products, which are all of a decode step of 1 to "
-            "32 tokens but for attention over 64 heads; nobody has run them there",
-            "would not: wgmma, which that chip lacks (attend_warpgroups.cu, prefill/grouped.cu); attend.cu stands in "
-            "for the one, and a rank of 32 heads or fewer takes it anyway; for the other, a prompt's experts, nothing "
-            "fast does beyond 32 tokens",
-            "no FP4 unit is used: NVFP4 is not faster than INT4",
+            "none today: the kernels' loader requires compute capability 9.x, and this chip is 10.0, so a server on it "
+            "runs the reference path; the times below assume a build for 10.0, which does not exist",
+            "would run unchanged: the mma.sync kernels and Triton's matrix products, which are a whole decode step of "
+            "1 to 32 tokens except attention over 64 heads; not tested on this chip",
+            "would not run: wgmma, which this chip lacks (attend_warpgroups.cu, prefill/grouped.cu); attend.cu "
+            "replaces the first, and a rank of 32 heads or fewer uses it anyway; the second, the experts of prefill, "
+            "has no fast replacement beyond 32 tokens",
+            "FP4 units are not used: NVFP4 is not faster than INT4",
         ),
     ),
 }
 
 
 def machine(text: str) -> Several:
-    """Reads "8 x H200", also "8xH200" or "H200" alone. ConfigError, with the names that are known, for all else."""
+    """Parses "8 x H200", "8xH200" or "H200". Raises ConfigError, with the known names, for anything else."""
     found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(?:NVIDIA\s+)?([A-Za-z]+\d+)\s*", text, re.IGNORECASE | re.ASCII)
     if found is None or found[2].upper() not in CHIPS or int(found[1] or 1) not in RANKS:
         raise ConfigError(

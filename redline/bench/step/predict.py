@@ -1,14 +1,15 @@
-"""What a decode step and a round would take on GPUs that are not here: the floor, and what was measured above it.
+"""Predicts the time of a decode step and of a round on other GPUs: the floor plus the measured excess over it.
 
-A step on one H200 and on two takes its floor and something more. Of that, `kept` stays on each of however many ranks,
-and `divided` is shared by them: they are the two numbers that give both measured steps. So
+A step on one H200 and on two takes its floor and an excess. Of the excess, each rank takes `kept` whatever the number
+of ranks, and the ranks divide `divided`: these two numbers are solved from the two measured steps. So
 
-    step = floor of a rank + whole + kept + divided / ranks + sums + gather
+    step = floor of a rank + whole + kept + divided / ranks + all-reduces + gather
 
-Ops alone do not tell which is which: attention of half the heads and a shared expert of half the width take as long
-above their floors as whole ones. A floor counts every byte once over all ranks; what each rank reads beyond its part of
-that, contexts and the projections into attention, is `whole`. The steps that this is fitted to (FITTED) read both so,
-and so do predicted ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
+Timings of single ops cannot separate the two: attention with half the heads and a shared expert of half the width
+exceed their floors by the same time as whole ones. A floor counts every byte once over all ranks; `whole` is the time
+for what each rank reads beyond its part of that: contexts, and the projections into attention. The steps that the model
+is fitted to (FITTED) read both in full on every rank, and so do predicted steps. A test recomputes STEPS, LONG_STEPS,
+ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
 """
 
 from collections.abc import Mapping
@@ -26,65 +27,65 @@ from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import Machine
 from redline.tune.synthetic import GOLDEN, rates_of
 
-TOKENS = 1, 4, 8, 32  # of a measured step
+TOKENS = 1, 4, 8, 32  # of the measured steps
 SHORT, LONG = 1024, 32768  # contexts
 
 
 class Took(NamedTuple):
-    """Milliseconds of a step, and of reading all that its rank reads, by the bandwidth measured beside it."""
+    """Milliseconds of a step, and of reading its rank's bytes at the bandwidth measured in the same run."""
 
     ms: float
     read: float
 
 
 class Meeting(NamedTuple):
-    """Microseconds that a sum of two ranks adds to the product which it ends, and of gathering their logits."""
+    """Microseconds that an all-reduce of two ranks adds to the product before it, and of gathering their logits."""
 
     sum: float
     gather: float
 
 
 class Excess(NamedTuple):
-    """Milliseconds of a step on one H200 beyond what it reads. kept, divided: see above."""
+    """Milliseconds of a step on one H200 beyond its reads. kept, divided: see the module's docstring."""
 
     kept: float
     divided: float
 
 
 class Round(NamedTuple):
-    """Milliseconds above the floors of a round of one row on one H200: of verifying, and of drafting."""
+    """Milliseconds above the floors of a round of one row on one H200: for verifying, and for drafting."""
 
     verify: float
     draft: float
 
 
-FITTED = {1: "164e3dc", 2: "a176d55"}  # the commits whose steps on one and on two H200s are STEPS
-STEPS = {  # on so many H200s, by tokens
+FITTED = {1: "164e3dc", 2: "a176d55"}  # commits at which STEPS were measured, on one and on two H200s
+STEPS = {  # by number of H200s, then by tokens
     1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
     2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
 }
 MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
-LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # of one token at LONG, on one H200
+LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # steps of one token at LONG, on one H200
 ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.533, 0.079), 3: Round(2.907, 0.113), 4: Round(3.414, 0.135)}
-# Of one H200, which divides nothing; of two, each of which had the drafter's whole body (`RoundCase.whole`). Nothing
-# above a round's floors is from two.
-ROUND_MS = {  # whole rounds, on so many H200s, by drafts
+# One H200 divides nothing; of two, each had the drafter's whole body (`RoundCase.whole`). The excess over a round's
+# floors is taken from one H200 only.
+ROUND_MS = {  # whole rounds, by number of H200s, then by draft tokens
     1: {1: 13.101, 2: 16.632, 3: 20.257, 4: 23.962},
     2: {2: 10.011, 3: 12.021, 4: 14.078},
 }
 SUMS_OF_A_LAYER = 2
 SUMS = SUMS_OF_A_LAYER * KIMI_K26.num_hidden_layers
-NVFP4_OVER_INT4 = 0.03  # of reading the experts: measured by a probe, gate and up of one token
+NVFP4_OVER_INT4 = 0.03  # share of the time to read the experts: measured by a probe, gate and up of one token
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def excess(tokens: int) -> Excess:
-    """Of a step of 1 to 32 tokens: linear between those that were measured."""
+    """The excess of a step of 1 to 32 tokens, interpolated linearly between the measured steps."""
     return Excess(*_between(tokens, {count: _excess(count) for count in TOKENS}))
 
 
 def _excess(tokens: int) -> Excess:
-    """Solves kept + divided = what one rank takes beyond reading, kept + divided / 2 = what two do, but for sums."""
+    """Solves kept + divided = excess of one rank; kept + divided / 2 = excess of two ranks without all-reduces."""
     one, two = STEPS[1][tokens], STEPS[2][tokens]
     meeting = MEETINGS[tokens]
     alone = one.ms - one.read
@@ -101,13 +102,13 @@ def _between(tokens: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[fl
 
 
 def long_ms(kv_dtype: str) -> float:
-    """Milliseconds that one row at LONG takes more beyond reading than at SHORT."""
+    """Milliseconds by which the excess of one row at LONG is higher than at SHORT."""
     longer, shorter = LONG_STEPS[kv_dtype], STEPS[1][1]
     return (longer.ms - longer.read) - (shorter.ms - shorter.read)
 
 
 def like_kimi(config: K2Config) -> bool:
-    """Whether what was measured is of a model of these sizes; formats of the experts aside."""
+    """Whether the config has the sizes of the measured model; the format of the experts may differ."""
     sizes = (
         "hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
         "v_head_dim n_routed_experts num_experts_per_tok n_shared_experts first_k_dense_replace moe_intermediate_size "
@@ -117,7 +118,7 @@ def like_kimi(config: K2Config) -> bool:
 
 
 def distinct_experts(config: K2Config, tokens: int) -> float:
-    """Of one layer: E (1 - (1 - k / E)^T), the mean where each token chooses k of E on its own."""
+    """Mean distinct experts of one layer if each token chooses k of E independently: E (1 - (1 - k / E)^T)."""
     missed = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
     return config.n_routed_experts * (1 - missed)
 
@@ -126,12 +127,13 @@ def distinct_experts(config: K2Config, tokens: int) -> float:
 class Step:
     """One predicted step of `rows` rows of `tokens` tokens each: milliseconds, but for `gb` and `experts`.
 
-    gb       of a rank's floor: every byte once over all ranks, contexts among it
-    floor    of reading it
-    whole    of reading what each rank reads whole though it counts once: contexts, projections into attention
-    experts  distinct ones of a layer
-    kept, divided, sums, gather  above both
-    nvfp4    what NVFP4 adds, where experts are INT4
+    gb       gigabytes of a rank's floor: every byte once over all ranks, contexts included
+    floor    time to read them
+    whole    time for reads that each rank does in full though the floor divides them: contexts, projections into
+             attention
+    experts  distinct experts per layer
+    kept, divided, sums, gather  the excess over floor and whole; sums: all-reduces
+    nvfp4    added time with NVFP4 experts instead of INT4
     """
 
     rows: int
@@ -148,24 +150,24 @@ class Step:
 
     @property
     def ms(self) -> float:
-        """The whole step with INT4 experts."""
+        """Milliseconds of the whole step with INT4 experts."""
         return self.floor + self.whole + self.kept + self.divided + self.sums + self.gather
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The ranks of a model on a machine. check_ranks has been asked."""
+    """The ranks of a model on a machine. The caller must have called check_ranks."""
 
     config: K2Config
     on: Several
 
     @property
     def machine(self) -> Machine:
-        """A rank's limits."""
+        """The limits of one rank."""
         return Machine(self.on.chip.name, self.on.chip.reads.value, self.on.chip.flops.value)
 
     def depth(self, rows: int, tokens: int, context: int, kv_dtype: str) -> Depth:
-        """The case."""
+        """The case with these sizes."""
         layers = self.config.num_hidden_layers
         return Depth(
             shape="", config=self.config, physical=layers, rows=rows, tokens=tokens, context=context,
@@ -173,13 +175,13 @@ class Machines:
         )  # fmt: skip
 
     def step(self, rows: int, tokens: int, context: int, kv_dtype: str = "bf16") -> Step:
-        """Predicts a step of 1 to 32 tokens in all."""
+        """Predicts a step of 1 to 32 tokens (rows x tokens)."""
         depth, machine, all_tokens = self.depth(rows, tokens, context, kv_dtype), self.machine, rows * tokens
         layer = distinct_experts(self.config, all_tokens)
         experts = layer * self.config.moe_layers
         cost = depth.cost(experts)
         floor = 1e3 * cost.seconds(machine)
-        # As the measured steps did. That ranks divide both where it pays since has not been fitted, so is not claimed.
+        # As in the measured steps. Ranks now divide both if that is faster; this gain is not fitted, so not predicted.
         whole = 1e3 * depth.cost(experts, divided=False).seconds(machine) - floor
         kept, divided = excess(all_tokens)
         kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
@@ -191,10 +193,10 @@ class Machines:
         )  # fmt: skip
 
     def round(self, drafts: int, kv_dtype: str = "bf16", *, whole: bool = False) -> tuple[Step, float]:
-        """(verifying, milliseconds of drafting) of one row with a drafter that the ranks divide.
+        """(the verifying step, milliseconds of drafting) of one row with a drafter that the ranks divide.
 
-        Drafting is its floor, what one H200 took above it, which is all kept, and of each pass two sums and a gather.
-        whole: as two H200s were measured (ROUND_MS), each with the drafter's whole body, so without sums.
+        Drafting is its floor, its excess on one H200 (all of it kept), and per pass two all-reduces and a gather.
+        whole: each rank has the drafter's whole body, as in the measurement on two H200s (ROUND_MS); no all-reduces.
         """
         step = self.step(1, 1 + drafts, SHORT, kv_dtype)
         alone = excess(1 + drafts)
@@ -210,14 +212,14 @@ class Machines:
         return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * meeting / 1e3
 
     def sum_us(self, tokens: int) -> float:
-        """Microseconds of one sum: as two ranks take, and the bytes pushed to every further one, in float32."""
+        """Microseconds of one all-reduce: that of two ranks, plus the bytes pushed to each further rank, in float32."""
         if self.on.count == 1:
             return 0.0
         pushed = (self.on.count - 2) * tokens * self.config.hidden_size * 4
         return Meeting(*_between(tokens, MEETINGS)).sum + 1e6 * pushed / self.on.chip.link.value
 
     def gather_us(self, tokens: int) -> float:
-        """Microseconds of gathering logits: as two ranks take, and the bytes that more of them push beyond that."""
+        """Microseconds of gathering logits: that of two ranks, plus the additional bytes that more ranks push."""
         ranks = self.on.count
         if ranks == 1:
             return 0.0

@@ -1,9 +1,10 @@
-"""Milliseconds of one Kimi layer with experts over a chunk of a prompt on a GPU, and of its parts.
+"""Milliseconds of one Kimi MoE layer over a prefill chunk on a GPU, and of its parts.
 
-Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
-over the rate that this GPU's library reaches on a large bf16 product. Over ranks it is a rank's part of the operations;
-there the whole is timed in more ways, and what ranks exchange through NCCL is timed alone: `scatters` (the sums of a
-rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole.
+Weights and activations are random, so that the router spreads tokens independently. The floor is the operations divided
+by the rate that this GPU's library reaches on a large bf16 matrix product. With tensor parallelism it counts one rank's
+operations; the layer is then timed in several ways, and the NCCL communication is timed on its own: `scatters` (the
+reduce-scatter of a rank's own rows) and `gathers` (all-gather), and `sums`, the all-reduces used if rows are not
+divided among ranks.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ from redline.model.k2.shard import part_of
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 
-MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # its second layer is the one that is measured
-LAYERS = 4  # one behind the other, where the whole is timed: over ranks a layer hides sums of the one in front
-PEER_MS = {8192: 18.1}  # by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
-COMPARED = 2  # layers behind which rows are compared: random ones enlarge a rounding more and more
-FAR = 0.05  # relative, of any row: partial sums in bf16 bring it to 0.01, rows of another token to more than 0.5
-FLOAT_EXACT = 1 << 24  # integers up to it are float32's, in which `least` compares them
+MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # the second layer is measured
+LAYERS = 4  # layers run in sequence per timing: over ranks a layer overlaps the previous one's communication
+PEER_MS = {8192: 18.1}  # ms by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, prompt from its start
+COMPARED = 2  # layers before rows are compared: random weights amplify rounding from layer to layer
+FAR = 0.05  # relative error of a row: bf16 partial sums cause up to 0.01, a wrong token's row more than 0.5
+FLOAT_EXACT = 1 << 24  # integers up to this are exact in float32, the type that `least` compares in
 
 
 def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
-    """Operations of a rank's part of one layer with experts over [start, start + tokens) of a prompt, by part."""
+    """Operations of one rank in one MoE layer over tokens [start, start + tokens) of a prompt, by part."""
     c = part_of(KIMI_K26, ranks)
     heads, d, width = c.num_attention_heads, c.hidden_size, c.moe_intermediate_size
     seen = tokens * start + tokens * (tokens + 1) // 2
@@ -55,11 +56,12 @@ def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
 
 
 class PrefillCase(Record, frozen=True, omit_defaults=True, kw_only=True):
-    """Tokens [start, start + tokens) of a prompt in one layer, measured. Milliseconds are medians.
+    """A measurement of one layer over tokens [start, start + tokens) of a prompt. Milliseconds are medians.
 
-    parts, part_tflops: of each part alone; those without operations that count have no rate. Over ranks alone:
-    ms_by_parts has the time with rows divided and in 1, 2 or 4 parts, ms_whole with all rows on every rank; apart is
-    how far rows are from whole ones, relative (of half the rows at most, of 99 %, of all); same_bits: on all ranks.
+    parts, part_tflops: of each part on its own; parts without counted operations have no rate. With several ranks
+    only: ms_by_parts is the time with rows divided among ranks, in 1, 2 or 4 parts; ms_whole with all rows on every
+    rank; apart is the relative error of divided rows against whole ones (the bound for half of the rows, for 99 %, for
+    all); same_bits: whether all ranks have the same bits.
     """
 
     tokens: int
@@ -75,12 +77,12 @@ class PrefillCase(Record, frozen=True, omit_defaults=True, kw_only=True):
     part_tflops: dict[str, float]
 
     def part_floors(self, ranks: int, flops_per_s: float) -> dict[str, float]:
-        """Milliseconds that a rank's operations of each part take at the rate of the floor."""
+        """Milliseconds of one rank's operations in each part at the rate of the floor."""
         return {name: count / flops_per_s * 1e3 for name, count in flops(self.tokens, self.start, ranks).items()}
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """The median of `repeats` runs by the GPU's own clock, after two that warm."""
+    """Median milliseconds of `repeats` runs by CUDA events, after two warm-up runs."""
     times: list[float] = []
     for turn in range(repeats + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -95,7 +97,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 @contextlib.contextmanager
 def streams_of(**constants: int) -> Generator[None]:
-    """Inside, the constants of `prefill/stream.py` by these names are others."""
+    """Replaces constants of `prefill/stream.py` by name within the context."""
     kept = {name: getattr(streams, name) for name in constants}
     try:
         for name, value in constants.items():
@@ -107,9 +109,9 @@ def streams_of(**constants: int) -> Generator[None]:
 
 
 class Layer:
-    """A block with experts, and so many tokens of one prompt before it.
+    """An MoE block with `count` input tokens of one prompt.
 
-    plane: the layer's pages [pages, 64, kv width]. group: of ranks, where the block is a rank's part.
+    plane: the layer's KV pages [pages, 64, kv width]. group: the ranks, if the block is one rank's part.
     """
 
     def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int, group: Group = ALONE) -> None:
@@ -117,9 +119,9 @@ class Layer:
         self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
 
     def whole(self, layers: int = LAYERS, forced_TK: Tensor | None = None) -> PromptStream:
-        """Enqueues the layer over all tokens so many times, as the model runs one behind the other.
+        """Enqueues the layer over all tokens `layers` times in sequence, as the model runs its layers.
 
-        forced_TK: as `prefill_block` takes it.
+        forced_TK: see `prefill_block`.
         """
         stream = PromptStream.begin(len(self.residual), lambda rows: self.residual[rows].clone(), self.group)
         for _ in range(layers):
@@ -127,11 +129,11 @@ class Layer:
         return stream.added()
 
     def compared(self) -> tuple[list[float], bool]:
-        """How far rows are from the same with rows whole on every rank, relative to them, behind COMPARED layers: half
-        of them at most, 99 of 100, and all. And whether all ranks have the same bits of the residual and in their
-        pages.
+        """The relative error of divided rows against rows that are whole on every rank, after COMPARED layers: the
+        bounds for half of the rows, for 99 of 100, and for all. And whether all ranks have the same bits in the
+        residual and in their KV pages.
 
-        Experts are given, since of two that are near rounding chooses either.
+        Experts are forced, since rounding decides between two experts with close scores.
         """
         assert self.w.experts is not None
         count, chosen = self.w.experts.bias_E.shape[0], self.w.experts.chosen
@@ -149,9 +151,9 @@ class Layer:
         return [float(torch.quantile(apart, share)) for share in (0.5, 0.99, 1.0)], same
 
     def parts(self) -> dict[str, Callable[[], object]]:
-        """What enqueues each part alone, by its name, on activations that are computed here.
+        """Name -> a callable that enqueues this part on its own, on activations computed here.
 
-        Raises AssertionError for a block without experts.
+        Raises AssertionError for a dense block.
         """
         w, i = self.w, self.inputs
         assert w.experts is not None
@@ -234,9 +236,9 @@ def _same_on_all(group: Group, tensor: Tensor) -> bool:
 
 
 def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
-    """What a step gives a block for tokens [start, start + tokens) of one prompt, its pages in random order.
+    """The inputs of a block in a step over tokens [start, start + tokens) of one prompt, with pages in random order.
 
-    angles: cos and sin of positions, as the model has them.
+    angles: maps positions to cos and sin, as in the model.
     """
     pages = -(-(start + tokens) // PAGE_TOKENS)
     tables = torch.randperm(pages, device="cuda").to(torch.int32)[None]
@@ -259,9 +261,9 @@ def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, 
 def prefill_cases(
     group: Group, device: torch.device, tokens: Sequence[int], start: Sequence[int], repeats: int, flops_per_s: float
 ) -> Iterator[PrefillCase]:
-    """Builds the layer, a rank's part of it in `group`, and measures each of tokens x start, in this order.
+    """Builds the layer, or this rank's part of it in `group`, and measures each of tokens x start, in this order.
 
-    To be used in torch's inference mode.
+    Use it in torch's inference mode.
     """
     model = random_gpu_k2(MODEL, (0, 1), device, group=group)
     for count in tokens:
@@ -273,7 +275,7 @@ def prefill_cases(
 
 
 def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> PrefillCase:
-    """One case: the layer whole, over ranks in each way, then each part alone."""
+    """Measures one case: the whole layer, with several ranks in each way, then each part on its own."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
     by_parts: dict[str, float] | None = None
@@ -305,8 +307,10 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
 
 
 def check(case: PrefillCase) -> None:
-    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
+    """Raises RedlineError if ranks have different bits, or if a row differs by more than rounding explains."""
     if case.same_bits is False:
-        raise RedlineError(f"{case.tokens} tokens: ranks do not have the same bits")
+        raise RedlineError(f"{case.tokens} tokens: the ranks computed different bits")
     if case.apart is not None and not case.apart[-1] < FAR:
-        raise RedlineError(f"{case.tokens} tokens: a row is {case.apart[-1]} from the same where rows are whole")
+        raise RedlineError(
+            f"{case.tokens} tokens: a row has a relative error of {case.apart[-1]} against undivided rows"
+        )

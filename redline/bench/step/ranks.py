@@ -1,6 +1,6 @@
-"""Measuring over several ranks: this process is rank 0, and starts the same command once more for each other rank.
+"""Measures over several tensor parallel ranks: this process is rank 0, and starts its own command for every other rank.
 
-All do the same, in the same order, and meet in the sums of the model; rank 0 alone prints and keeps what it measured.
+All ranks do the same work in the same order and communicate in the model's all-reduces; only rank 0 prints and saves.
 """
 
 import contextlib
@@ -20,35 +20,38 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import check_ranks, rooms_of
 
-RANK, MEET = "REDLINE_BENCH_RANK", "REDLINE_BENCH_MEET"  # told to the ranks that rank 0 starts
-END_S = 30.0  # for the others to end once rank 0 has measured
+RANK, MEET = (
+    "REDLINE_BENCH_RANK",
+    "REDLINE_BENCH_MEET",
+)  # set by rank 0 for the ranks that it starts
+END_S = 30.0  # timeout in seconds for the other ranks to exit after rank 0 has measured
 
 
 def own_rank() -> int:
-    """This process's number: 0 unless rank 0 has started it."""
+    """The rank of this process: 0 unless rank 0 has started it."""
     return int(os.environ.get(RANK, "0"))
 
 
 @contextlib.contextmanager
 def ranks_of_gpus(config: K2Config, ranks: int) -> Generator[Group]:
-    """The group of so many GPUs of this host, whose other ranks run this process's own command.
+    """The group of `ranks` GPUs of this host; the other ranks run the command line of this process.
 
-    torch's current device is this rank's from then on. Raises ConfigError where the model does not come apart into so
-    many parts or the host has too few GPUs. Where another rank fails, this process ends, with what it said.
+    Sets torch's current device to this rank's. Raises ConfigError if the model cannot be divided into `ranks` parts, or
+    if the host has too few GPUs. If another rank fails, this process prints the error and exits.
     """
     if ranks == 1:
         yield ALONE
         return
     check_ranks(config, ranks)
     if torch.cuda.device_count() < ranks:
-        raise ConfigError(f"ranks is {ranks}, and torch sees {torch.cuda.device_count()} GPUs")
+        raise ConfigError(f"ranks is {ranks}, but torch finds {torch.cuda.device_count()} GPUs")
     rank = own_rank()
     with tempfile.TemporaryDirectory() if rank == 0 else contextlib.nullcontext() as folder:
         meet = os.environ[MEET] if folder is None else str(Path(folder) / "meet")
         with _others(ranks, meet) if rank == 0 else _with_parent():
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
-            torch.cuda.manual_seed(0)  # what is random is the same on all
+            torch.cuda.manual_seed(0)  # all ranks draw the same random numbers
             group = GpuGroup(meet, rank, ranks, device, rooms_of(config, ranks))
             try:
                 yield group
@@ -59,7 +62,7 @@ def ranks_of_gpus(config: K2Config, ranks: int) -> Generator[Group]:
 
 @contextlib.contextmanager
 def _others(ranks: int, meet: str) -> Generator[None]:
-    """Ranks 1 and up; they end before this does."""
+    """Runs ranks 1 and up; they exit before the context ends."""
     environment = {**os.environ, MEET: meet}
     started = [
         subprocess.Popen(
@@ -86,21 +89,21 @@ def _others(ranks: int, meet: str) -> Generator[None]:
 
 
 def _command() -> Sequence[str]:
-    """What started this process, from the interpreter's arguments on."""
+    """The command line of this process, without the interpreter."""
     return sys.orig_argv[1:]
 
 
 def _watch(rank: int, process: "subprocess.Popen[bytes]", done: threading.Event) -> None:
-    """Ends this process where another rank ends too early: nobody would wake it, deep in a sum."""
+    """Exits this process if another rank exits too early: it would otherwise wait in an all-reduce forever."""
     code = process.wait()
     if not done.is_set() and code:
-        print(f"error: {RankLost(f'rank {rank} has ended with code {code}')}", file=sys.stderr, flush=True)
+        print(f"error: {RankLost(f'rank {rank} exited with code {code}')}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 @contextlib.contextmanager
 def _with_parent() -> Generator[None]:
-    """Ends this process with the one that started it."""
+    """Exits this process when the one that started it exits."""
 
     def watch() -> None:
         while os.read(0, 4096):

@@ -1,8 +1,9 @@
-"""Milliseconds of a round of speculation at a model's true depth: 1 + k tokens of each row verified, k more drafted.
+"""Milliseconds of a round of speculative decoding at a model's true depth: 1 + k tokens per row verified, k drafted.
 
-The engine's own pieces (`run.graphs.decode_step`), recorded as they serve, over random weights, pages of random rows
-and forced routing; acceptance is synthetic. Rounds go on from what they accept, as in serving, and steps without drafts
-run between them, so that both meet the same moments of the machine.
+Uses the engine's own decode step (`run.graphs.decode_step`), captured as CUDA graphs as in serving, with random
+weights, random KV pages and forced routing; acceptance is synthetic. Each round continues from the tokens that the
+previous one accepted, as in serving. Steps without drafts alternate with the rounds, so that both see the same state of
+the machine.
 
 B rows, T = B (1 + k) tokens of a round.
 """
@@ -51,18 +52,18 @@ from redline.tune.synthetic import length_of
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Shape
 
-TRACED = 8  # rounds of a trace, back to back
+TRACED = 8  # rounds in a trace, back to back
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCase:
-    """What one round is.
+    """The sizes of one round.
 
-    depth      of its forward, whose tokens are 1 + k
-    rates      of synthetic acceptance, k of them
-    head_bits  of the drafter's head: 16, or 8
-    whole      whether each rank has the drafter's whole body, and of its head a part, as rounds over ranks that were
-               measured up to 2026-11-26
+    depth      the verifying step, with 1 + k tokens per row
+    rates      k rates of synthetic acceptance
+    head_bits  bits per weight of the drafter's head: 16 or 8
+    whole      whether each rank has the drafter's whole body and a part of its head, as in the rounds over several
+               ranks that were measured up to 2026-11-26
     """
 
     depth: Depth
@@ -73,23 +74,23 @@ class RoundCase:
 
     @property
     def k(self) -> int:
-        """Drafts of a row."""
+        """Draft tokens per row."""
         return self.depth.tokens - 1
 
     @property
     def accept(self) -> float:
-        """Tokens of a row's round, the mean."""
+        """Mean tokens per row and round."""
         return length_of(self.rates)
 
     def reach(self, repeats: int) -> int:
-        """Tokens that a row may have come to when `repeats` rounds have been timed, and all beside them."""
+        """The longest a row may become: tokens after `repeats` timed rounds, the warm-up and the traced rounds."""
         return self.depth.context + 2 + self.depth.tokens * (WARM_UP + repeats + TRACED + 1)
 
     def draft_cost(self, passes: int) -> Cost:
         """Bytes and operations of the drafter's pass over the round's tokens, and of `passes` - 1 further ones.
 
-        Of one rank. Each reads every weight that it has once, but for those that fuse the target's states, which the
-        first alone reads; and each row's context.
+        Counted for one rank. Each pass reads every weight of the rank once, and each row's context; the weights that
+        fuse the target's hidden states are read by the first pass only.
         """
         c, rows, tokens, ranks = self.drafter, self.depth.rows, self.depth.rows * self.depth.tokens, self.depth.ranks
         body = 1 if self.whole else body_ranks(c, ranks)
@@ -99,16 +100,16 @@ class RoundCase:
         scores = 2 * context * (c.num_attention_heads // body) * (c.kv_width + c.kv_lora_rank)
         head = head_rows(c) // head_ranks(c, ranks)
         weights = drafter_weights(c) - fuse - body_left_out(c, body) - c.hidden_size * (head_rows(c) - head)
-        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes less: a byte a number, a scale a row
+        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes saved, less a scale per row
         further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
-        whole = Cost(2 * fuse, 2 * tokens * fuse)  # of the tokens that only leave a row, the projections are left out
+        whole = Cost(2 * fuse, 2 * tokens * fuse)  # the projections of tokens that only write KV are not counted
         for _ in range(passes):
             whole += further
         return whole
 
 
 def drafter_weights(config: Eagle3Config) -> int:
-    """Numbers in the matrices of a whole drafter with latent attention, its own head among them."""
+    """Number of weights in the matrices of a whole drafter with latent attention, its own head included."""
     c, d = config, config.hidden_size
     heads, rank, nope, value = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
     attention = 2 * d * (c.q_lora_rank + c.kv_width) + heads * (
@@ -118,14 +119,14 @@ def drafter_weights(config: Eagle3Config) -> int:
 
 
 def head_rows(config: Eagle3Config) -> int:
-    """Tokens that a drafter knows."""
+    """Vocabulary size of a drafter."""
     return config.draft_vocab_size or config.vocab_size
 
 
 def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: int = 0) -> Eagle3:
-    """A drafter of these sizes for the model, prepared, of random weights that are made where they stay.
+    """A drafter of these sizes for the model, prepared, with random weights created on the model's device.
 
-    head_bits: as `Eagle3.prepare` takes it.
+    head_bits: see `Eagle3.prepare`.
     """
     generator = torch.Generator(model.device).manual_seed(seed)
 
@@ -139,15 +140,15 @@ def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: i
         drafter = Eagle3(config)
     drafter.load_state_dict({name: made(like) for name, like in drafter.state_dict().items()}, assign=True)
     drafter.prepare(model, head_bits)
-    return drafter.to("meta")  # what serves has been laid out
+    return drafter.to("meta")  # the serving layout has copies of the weights
 
 
 class RoundTiming(NamedTuple):
-    """A measured round, in milliseconds: medians, and p10 and p90 of the whole.
+    """A measured round, in milliseconds: medians, and p10 and p90 of the whole round.
 
-    experts: distinct ones of all layers together, the mean over rounds; on a CPU, where the model routes, as many as
-    independent routing chooses. tokens: of a row's round, as accepted. host_ms: in which a round's work was enqueued.
-    trace: None on a CPU.
+    experts: distinct experts of all layers together, mean over rounds; on a CPU, where the model's router decides, the
+    mean of independent routing. tokens: accepted tokens per row and round. host_ms: time to enqueue a round. trace:
+    None on a CPU.
     """
 
     ms: float
@@ -163,22 +164,22 @@ class RoundTiming(NamedTuple):
 
     @property
     def idle_share(self) -> float | None:
-        """The share of the traced time in which the device did nothing; None on a CPU."""
+        """The share of the traced time in which the device was idle; None on a CPU."""
         return None if self.trace is None else idle_share(joined(intervals(self.trace, ON_DEVICE, "cat")))
 
 
 def floors(case: RoundCase, experts: float, machine: Machine) -> tuple[float, float]:
-    """The least milliseconds of (verifying, drafting). experts: distinct ones of all layers together."""
+    """The floors of (verifying, drafting) in milliseconds. experts: distinct experts of all layers together."""
     first = case.draft_cost(1)
     further = case.draft_cost(2).seconds(machine) - first.seconds(machine)
     return 1e3 * case.depth.cost(experts).seconds(machine), 1e3 * (first.seconds(machine) + (case.k - 1) * further)
 
 
 def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, seed: int = 0) -> RoundTiming:
-    """Times `repeats` rounds and as many steps without drafts, in turns, with fresh experts each time.
+    """Times `repeats` rounds and `repeats` steps without drafts, alternating, with newly drawn experts each time.
 
-    model: a ForcedK2 where experts are forced. drafter: prepared for it. Raises AssertionError where a row did not
-    verify as many drafts as the case says, or drafts did not hold as often.
+    model: a ForcedK2 if experts are forced. drafter: prepared for it. Raises AssertionError if a row verified another
+    number of drafts than in the case, or if the acceptance deviates from the case's rates.
     """
     depth, device = case.depth, model.device
     with torch.inference_mode():
@@ -216,7 +217,7 @@ def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, see
 
 
 def _pages(model: K2, drafter: Eagle3, case: RoundCase, repeats: int) -> tuple[KvPool, Tensor]:
-    """Pages of random rows, and each row's int32 [B, pages]."""
+    """KV pages with random values, and each row's page table, int32 [B, pages]."""
     depth, config = case.depth, model.config
     each = -(-case.reach(repeats) // PAGE_TOKENS)
     of_draft = PAGE_TOKENS * drafter.config.kv_bytes_per_token(depth.kv_dtype)
@@ -230,13 +231,13 @@ def _pages(model: K2, drafter: Eagle3, case: RoundCase, repeats: int) -> tuple[K
 
 
 def _longest(case: RoundCase, repeats: int) -> int:
-    """The context of the recorded shape that serves such rows."""
+    """The longest context of the CUDA graph shape that serves these rows."""
     reach = case.reach(repeats)
     return next((context for context in sorted(CONTEXTS) if context >= reach), -(-reach // PAGE_TOKENS) * PAGE_TOKENS)
 
 
 class _Rows:
-    """Greedy rows that decode on and on, with a drafter or without: `run` enqueues one round."""
+    """Greedy rows that decode without end, with a drafter or without: `run` enqueues one round."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class _Rows:
         self._plan[:, CELLS], self._plan[:, PAGES] = self._shared.nobody * slots.tables.shape[1], kv.pages
         self._plan[:, PROPOSE] = self._k or -1
         self._results = recorder.host_tensor(self._shared.results[: self._rows])
-        self._noted = torch.zeros(TOKENS, dtype=torch.int64, device=model.device)  # the results' columns, summed
+        self._noted = torch.zeros(TOKENS, dtype=torch.int64, device=model.device)  # sums of the results' columns
         self._runs = 0
         shape = Shape(rows=self._rows, positions=1 + self._k, longest=longest)
         self._step = step = DecodeStep(self._shared, shape)
@@ -273,11 +274,11 @@ class _Rows:
 
     @property
     def tokens(self) -> int:
-        """Positions of each row's round."""
+        """Positions per row and round."""
         return 1 + self._k
 
     def _begin(self, length: int, limit: int) -> None:
-        """Where a row stands that has all its drafts. Its facts say that it is greedy: a temperature of 0."""
+        """Sets the state of rows with all their drafts. Their facts contain temperature 0, greedy."""
         at, rows = self._shared.standing, self._rows
         at.lengths[:rows], at.drafted[:rows], at.by[:rows] = length, self._k, BY_DRAFTER
         at.facts[:rows] = 0
@@ -285,9 +286,9 @@ class _Rows:
         at.drafts.random_(self._shared.model.config.vocab_size)
 
     def run(self) -> list[Mark]:
-        """Enqueues a round: the plan from the host, the pieces, the results to the host.
+        """Enqueues a round: copies the plan from the host, replays the CUDA graphs, copies the results to the host.
 
-        Returns the moments before it, behind the tokens that are certain, and behind it.
+        Returns marks before the round, after the tokens are accepted, and after the round.
         """
         shared, device = self._shared, self._noted.device
         marks = [Mark(device)]
@@ -303,24 +304,24 @@ class _Rows:
         return marks
 
     def note(self) -> None:
-        """Adds what came of the last round to what `accepted` tells."""
+        """Adds the results of the last round to the sums for `accepted`."""
         self._noted += self._shared.results[: self._rows, :TOKENS].sum(0)
         self._runs += 1
 
     def accepted(self, rates: tuple[float, ...]) -> float:
-        """Tokens of a row's round, the mean over those noted. AssertionError where they are not by these rates."""
+        """Mean tokens per row and round over the noted rounds. Raises AssertionError if they contradict the rates."""
         count = self._runs * self._rows
         ran, new = (int(self._noted[column]) / count for column in (RAN, NEW))
         asked = length_of(rates)
-        assert ran == self.tokens, f"rows verified {ran:g} positions of {self.tokens}"
-        squares = sum((2 * place + 1) * rate for place, rate in enumerate(rates))  # of the drafts that hold, the mean
+        assert ran == self.tokens, f"rows verified {ran:g} positions instead of {self.tokens}"
+        squares = sum((2 * place + 1) * rate for place, rate in enumerate(rates))  # mean square of accepted drafts
         spread = math.sqrt(max(0.0, squares - (asked - 1) ** 2) / count)
-        assert abs(new - asked) <= 5 * spread + 1e-9, f"{new:g} tokens of a round, and {asked:g} were asked for"
+        assert abs(new - asked) <= 5 * spread + 1e-9, f"{new:g} tokens per round, but the rates give {asked:g}"
         return new
 
 
 class _Reroute:
-    """Draws a step's experts anew where they are forced, and counts the distinct ones."""
+    """Draws new experts for each step if they are forced, and counts the distinct ones."""
 
     def __init__(self, model: K2, depth: Depth, seed: int) -> None:
         self._model, self._depth = model, depth
@@ -329,20 +330,20 @@ class _Reroute:
         self._chosen = torch.zeros(moe_layers, dtype=torch.int64, device=model.device)
 
     def __call__(self, tokens: int) -> None:
-        """For a step of so many tokens of each row."""
+        """Draws the experts of a step with `tokens` tokens per row."""
         c, depth = self._depth.config, self._depth
         if isinstance(self._model, ForcedK2) and depth.overlap is not None:
             sizes = c.num_hidden_layers, depth.rows, tokens, c.n_routed_experts, c.num_experts_per_tok
             self._model.routing[:, : depth.rows * tokens] = draw(self._generator, *sizes, depth.overlap)
 
     def count(self, tokens: int) -> None:
-        """Adds the step's experts, layer by layer."""
+        """Adds the step's distinct experts to the counts, layer by layer."""
         if isinstance(self._model, ForcedK2):
             routing = self._model.routing[self._depth.dense :, : self._depth.rows * tokens]
             self._chosen += distinct(routing, self._depth.config.n_routed_experts)
 
     def experts(self, tokens: int, steps: int) -> float:
-        """Of all layers together, the mean over `steps` that were counted."""
+        """Distinct experts of all layers together, mean over the `steps` counted steps."""
         if isinstance(self._model, ForcedK2):
             return int(self._chosen.sum()) / steps
         c = self._depth.config

@@ -1,7 +1,7 @@
 # pyright: basic
-"""What a device did and when, from torch.profiler's trace: the time in which nothing ran, and a picture.
+"""Activity of a device over time, from a torch.profiler trace: its idle time, and a picture.
 
-It is too much time rather than too little, since the profiler slows the host.
+The idle time is an upper bound, since the profiler slows the host.
 """
 
 import json
@@ -14,11 +14,11 @@ import torch
 
 ON_DEVICE = "kernel", "gpu_memcpy", "gpu_memset"
 BY_HOST = "cudaGraphLaunch", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaLaunchKernel"
-SHOWN = 4  # steps of a picture
+SHOWN = 4  # steps shown in a picture
 
 
 def traced(work: Callable[[], object]) -> dict[str, Any]:
-    """The chrome trace of the work on a GPU, as parsed JSON; its times are microseconds."""
+    """Runs `work` on a GPU and returns its chrome trace, as parsed JSON; times are in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -31,14 +31,14 @@ def traced(work: Callable[[], object]) -> dict[str, Any]:
 
 
 class Busy(NamedTuple):
-    """An interval in microseconds in which something ran on the device."""
+    """An interval in microseconds in which the device was busy."""
 
     start: float
     end: float
 
 
 def joined(intervals: Sequence[Busy]) -> list[Busy]:
-    """The union of the intervals, in order: kernels overlap where one begins before the one in front has ended."""
+    """The union of the intervals, in order: a kernel may start before the previous one has ended."""
     found: list[Busy] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1].end:
@@ -49,23 +49,23 @@ def joined(intervals: Sequence[Busy]) -> list[Busy]:
 
 
 def idle_share(busy: Sequence[Busy]) -> float:
-    """The share of the time from the first to the last of joined intervals in which nothing ran.
+    """The idle share of the time between the first and the last of the joined intervals.
 
-    Raises IndexError where there is no interval.
+    Raises IndexError if there is no interval.
     """
     return 1 - sum(end - start for start, end in busy) / (busy[-1].end - busy[0].start)
 
 
 def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
-    """The complete events of a chrome trace whose field `of` ("cat" or "name") is one of `names`, in microseconds."""
+    """The complete events of a chrome trace with field `of` ("cat" or "name") in `names`, in microseconds."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
     return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
 def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:
-    """A picture at `path` of SHOWN steps out of the middle: what the host asks for, and what the device does.
+    """Draws SHOWN steps from the middle of the trace to `path`: the host's CUDA calls, and the device's activity.
 
-    ms: milliseconds of one step, which decide how much is shown.
+    ms: milliseconds of one step, which set the length of the picture.
     """
     import matplotlib.pyplot as plt
 

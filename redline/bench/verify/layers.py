@@ -1,8 +1,9 @@
-"""Some layers of a checkpoint by the kernels of this machine and by the float32 references, each a model of its own.
+"""Compares some layers of a checkpoint, computed by this machine's kernels, with the float32 references.
 
-A layer's rows are random: its norms make them what a layer reads. They are small, so that what comes out is what the
-layer has added. A token whose last chosen expert has hardly a higher score than the next one is left out, since
-rounding may choose the other. Bounds are law 1's: of a CPU's model in one call over float32 pages, of a GPU's model.
+Each layer runs as a model of its own. Its input rows are random, since the layer's norms scale them; they are small, so
+that the output is dominated by the layer's contribution. A token is left out if its last chosen expert has almost the
+same score as the next one, since rounding may choose either. The bounds are those of law 1: of a CPU's model in one
+call over float32 pages, and of a GPU's model.
 
 T tokens of a step, V rows to choose from.
 """
@@ -38,25 +39,25 @@ from redline.ops.moe import MoeArgs
 from redline.ops.moe import reference as moe
 from redline.wire.job import PAGE_TOKENS
 
-ROWS = 64  # of the embedding
-SIZE = 0.1  # of their numbers
-LIMITS = {"cpu": 1e-4, "cuda": 2e-2}  # relative errors, of norms
-NEAR = {"cpu": 1e-5, "cuda": 1e-2}  # scores of experts that are closer may be chosen either way
-CONTEXTS = (70, 5, 64, 130, 1, 33)  # of the rows of a decode step
-CHUNKS = (Chunk(0, 3, 0, 0), Chunk(3, 3, PAGE_TOKENS, 1))  # of a step of prompts
-ROUNDS, WARM = 20, 3  # of a timed step
-SAMPLE_BYTES = 4_000_000_000  # of plain reads
-ROOM_BYTES = 2_000_000_000  # of memory, besides the layer
+ROWS = 64  # rows of the embedding
+SIZE = 0.1  # scale of the embedding's values
+LIMITS = {"cpu": 1e-4, "cuda": 2e-2}  # bounds of relative errors in the L2 norm
+NEAR = {"cpu": 1e-5, "cuda": 1e-2}  # score difference of two experts below which rounding may choose either
+CONTEXTS = (70, 5, 64, 130, 1, 33)  # contexts of the rows of a decode step
+CHUNKS = (Chunk(0, 3, 0, 0), Chunk(3, 3, PAGE_TOKENS, 1))  # chunks of a prefill step
+ROUNDS, WARM = 20, 3  # timed runs and warm-up runs of a step
+SAMPLE_BYTES = 4_000_000_000  # bytes of plain reads
+ROOM_BYTES = 2_000_000_000  # bytes of free memory required in addition to the layer
 
 
 def chosen(config: K2Config) -> list[int]:
-    """The first layer, which is dense in every Kimi, a middle one and the last."""
+    """The layers to check: the first, which is dense in every Kimi model, a middle one and the last."""
     layers = config.num_hidden_layers
     return sorted({0, layers // 2, layers - 1})
 
 
 def stored_of(found: Survey, layer: int) -> list[Stored] | None:
-    """What the layer's weights are in the files; None if something is missing."""
+    """The stored tensors of the layer's weights; None if one is missing."""
     try:
         checkpoint = _opened(found)
         return [part for weight in layer_weights(found.config, layer) for part in checkpoint.parts(weight)]
@@ -65,14 +66,14 @@ def stored_of(found: Survey, layer: int) -> list[Stored] | None:
 
 
 def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.device) -> Layer:
-    """Loads a layer from an empty page cache, compares its steps with the references', and times a step.
+    """Loads a layer with an empty page cache, compares its steps with the references, and times a step.
 
     Raises OSError if a file cannot be read.
     """
     size, dense = sum(part.stop - part.start for part in parts), not found.config.is_moe(layer)
     needs, free = size + size // 4 + ROOM_BYTES, free_memory()
     if free < needs:
-        why = f"it takes {human(needs)} of memory, and {human(free)} are free"
+        why = f"it needs {human(needs)} of memory, but {human(free)} are free"
         return Layer(layer=layer, dense=dense, why_not=why)
     embedding = SIZE * torch.randn(ROWS, found.config.hidden_size, generator=torch.Generator().manual_seed(layer))
     embedding = embedding.to(torch.bfloat16)
@@ -105,12 +106,12 @@ def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.de
 
 
 def _opened(found: Survey) -> Checkpoint:
-    """A checkpoint with maps of its own: files that are mapped stay in the page cache."""
+    """A checkpoint with its own file mappings: mapped files cannot be evicted from the page cache."""
     return Checkpoint(found.config, found.tensors, found.files, found.bytes, fingerprint="")
 
 
 def _compare(ours: K2, theirs: K2, chunks: Sequence[Chunk], contexts: Sequence[int]) -> tuple[list[float], int, int]:
-    """(relative errors of a step's outputs and of its latents, tokens compared, tokens left out)."""
+    """(relative errors of a step's outputs and of its latent KV, tokens compared, tokens left out)."""
     kind = ours.device.type
     inputs, plain = _inputs(ours, chunks, contexts), _inputs(theirs, chunks, contexts)
     planes, wanted_planes = _planes(ours, inputs), _planes(theirs, plain)
@@ -126,7 +127,7 @@ def _compare(ours: K2, theirs: K2, chunks: Sequence[Chunk], contexts: Sequence[i
 
 
 def _reference(model: K2, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
-    """(what a layer makes of the rows, float32 [T, D]; by how much a token's last expert is ahead of the next, [T])."""
+    """(output of the layer, float32 [T, D]; score margin of a token's last chosen expert over the next one, [T])."""
     (block,) = model.blocks
     residual, x = attended(model.embedding_VD[inputs.ids_T].float(), None, block, inputs, plane)
     routed = route(x, block.experts)
@@ -145,7 +146,7 @@ def _error(a: Tensor, b: Tensor) -> float:
 
 
 def _inputs(model: K2, chunks: Sequence[Chunk], contexts: Sequence[int]) -> Inputs:
-    """A step of chunks, or of one decoded token for each context, in slots of their own."""
+    """A step of chunks, or of one decoded token per context, each in its own slot."""
     places = [(chunk.slot, chunk.start + i) for chunk in chunks for i in range(chunk.count)]
     places += [(slot, context - 1) for slot, context in enumerate(contexts)]
     slots, pages = 1 + max(slot for slot, _ in places), 1 + max(at for _, at in places) // PAGE_TOKENS
@@ -171,16 +172,17 @@ def _inputs(model: K2, chunks: Sequence[Chunk], contexts: Sequence[int]) -> Inpu
 
 
 def _planes(model: K2, inputs: Inputs) -> Tensor:
-    """[1, pages, 64, kv width] of random latents: float32 on a CPU, bf16 on a GPU, and of bf16's numbers on both."""
+    """Random latent KV [1, pages, 64, kv width]: float32 on a CPU, bf16 on a GPU; all values are exact in bf16."""
     sizes = 1, inputs.tables.numel(), PAGE_TOKENS, model.config.kv_width
     latents = (0.5 * torch.randn(sizes, generator=torch.Generator().manual_seed(9))).to(torch.bfloat16)
     return latents.to(model.device, torch.float32 if model.device.type == "cpu" else torch.bfloat16)
 
 
 def _step_ms(model: K2, size: int) -> float:
-    """The median of a step of one token at a context of SHORT, each time another token, from memory.
+    """Median milliseconds of a step of one token at a context of SHORT, with another token each time and a cold cache.
 
-    size: bytes of the weights. Those of a small layer would stay in a cache, where a whole model has others between.
+    size: bytes of the weights. A small layer would stay in the CPU's or GPU's cache, from which a whole model's other
+    layers would evict it.
     """
     inputs = _inputs(model, (), (SHORT,))
     planes = _planes(model, inputs).to(torch.bfloat16)
@@ -209,7 +211,7 @@ def _step_ms(model: K2, size: int) -> float:
 
 
 def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> Rates:
-    """The rate of the layers' loads beside plain reads of some of their bytes, each from an empty page cache.
+    """The load rate of the layers compared with plain reads of some of their bytes, each with an empty page cache.
 
     whole: bytes of all weights. Raises OSError if a file cannot be read, ConfigError if it has become shorter.
     """
@@ -234,7 +236,7 @@ def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> R
 
 
 def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) -> Steps | None:
-    """A step of all layers, of those that were measured; None if a kind of layer was not."""
+    """The time of a step of all layers, extrapolated from the measured ones; None if a kind of layer is missing."""
     whole = 0.0
     for dense, count in ((True, config.num_hidden_layers - config.moe_layers), (False, config.moe_layers)):
         took = [layer.step_ms for layer in layers if layer.dense is dense and not layer.why_not]
@@ -254,6 +256,6 @@ def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) ->
 
 
 def _known(name: str) -> Several | None:
-    """One GPU, as doctor knows it."""
+    """One GPU known to `redline doctor`."""
     found = re.search("|".join(CHIPS), name)
     return None if found is None else Several(1, CHIPS[found[0]])

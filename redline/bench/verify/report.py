@@ -1,4 +1,4 @@
-"""What `redline verify FOLDER` found, as its JSON report has it."""
+"""The JSON report of `redline verify FOLDER`."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from redline.wire.base import Record
 
 
 class Problem(Record, frozen=True):
-    """What is wrong with a file, or with some of its tensors in the same way.
+    """A problem of a file, or the same problem of several of its tensors.
 
-    tensor   the stored name of the first one, which `what` describes; empty: the whole file is wrong
-    tensors  how many tensors of the file have this problem
+    tensor   stored name of the first tensor, which `what` describes; empty: the problem is of the whole file
+    tensors  number of tensors of the file with this problem
     """
 
     file: str
@@ -21,13 +21,13 @@ class Problem(Record, frozen=True):
 
 
 class Shard(Record, frozen=True):
-    """What reading a shard found; a line of the progress file.
+    """The result of reading a shard; a line of the progress file.
 
-    job         a hash of all but the file's content that the result depends on
-    bytes       of the file; mtime_ns: when it was last changed
-    read_bytes  that were read: holes are skipped
-    codes       how often each INT4 code occurs; empty if the shard has none
-    damaged     layers that have a tensor with a problem here; -1: a tensor of no layer
+    job         a hash of everything that the result depends on, except the file's content
+    bytes       size of the file; mtime_ns: time of its last change
+    read_bytes  bytes read; holes are skipped
+    codes       number of occurrences of each INT4 code; empty if the shard has none
+    damaged     layers with a damaged tensor in this shard; -1: a tensor outside the layers
     """
 
     job: str
@@ -45,12 +45,13 @@ class Shard(Record, frozen=True):
 class Layer(Record, frozen=True):
     """One layer, computed by the kernels of this machine and by the float32 references.
 
-    bytes       as stored; load_s: from an empty page cache into the kernels' layouts
-    error       relative, of norms: the worst of the steps' outputs and of the latents that they wrote; None: no number
-    limit       of it
-    tokens      that were compared; near_ties: left out, since two experts' scores are closer than rounding
-    step_ms     one token at a context of 1,024 takes in this layer
-    why_not     empty, or why the layer was not computed; then the numbers are 0
+    bytes       stored size; load_s: seconds to load with an empty page cache into the kernels' layouts
+    error       worst relative error (L2 norm) of the steps' outputs and of the latent KV they wrote; None: NaN or
+                infinite
+    limit       bound of the error
+    tokens      compared tokens; near_ties: tokens left out, since two experts' scores are closer than rounding
+    step_ms     milliseconds of one token at a context of 1,024 in this layer
+    why_not     empty, or the reason why the layer was not computed; the numbers are then 0
     """
 
     layer: int
@@ -66,9 +67,9 @@ class Layer(Record, frozen=True):
 
 
 class Rates(Record, frozen=True):
-    """How fast the layers were loaded, compared with plain reads of the same files; GB/s.
+    """The load rate of the layers, compared with plain reads of the same files; in GB/s.
 
-    whole_load_s: all bytes of the model at load_gb_per_s, by one process.
+    whole_load_s: seconds to load all bytes of the model at load_gb_per_s, by one process.
     """
 
     disk: tuple[Read, ...]
@@ -78,11 +79,11 @@ class Rates(Record, frozen=True):
 
 
 class Steps(Record, frozen=True):
-    """A decode step of one token, added up from the layers that were measured, and doctor's prediction; ms.
+    """A decode step of one token, extrapolated from the measured layers, and doctor's prediction; in ms.
 
-    measured_ms   layers alone: without the embedding and the head
-    floor_ms      reading a token's weights of the layers at this machine's measured bandwidth
-    predicted_ms  whole step, as `redline doctor --on` predicts it for `on`; None: it predicts none for this machine
+    measured_ms   layers only, without the embedding and the head
+    floor_ms      time to read a token's weights of the layers at this machine's measured bandwidth
+    predicted_ms  whole step, as predicted by `redline doctor --on` for `on`; None: there is no prediction
     """
 
     measured_ms: float
@@ -92,11 +93,11 @@ class Steps(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """All that was found.
+    """The whole report.
 
-    sound      there is no problem, though some checks may not have been made: `unchecked`, each with its reason
-    earlier    of the shards, read by an earlier run of the command and not changed since
-    codes      how often each INT4 code occurs in all shards
+    sound      no problem was found; checks that were not possible are in `unchecked`, each with its reason
+    earlier    number of shards that an earlier run of the command has read and that have not changed since
+    codes      number of occurrences of each INT4 code in all shards
     """
 
     folder: str

@@ -1,7 +1,7 @@
-"""Reads the tensors of a shard, and finds what no header shows: holes, zeros, NaN, lost scales, codes of no weights.
+"""Reads the tensors of a shard, and finds damage that headers do not show: holes, zeros, NaN, lost scales, bad codes.
 
-Data is read by `preadv`, not through a map: a block that the disk cannot read is a fault of one tensor then, and does
-not end the process. Holes are found by SEEK_DATA and are not read.
+Data is read by `preadv` instead of a memory map: a block that the disk cannot read is then a fault of one tensor, and
+does not kill the process. Holes are found by SEEK_DATA and are not read.
 """
 
 import errno
@@ -21,13 +21,13 @@ from redline.model.k2.checkpoint import NVFP4_NAMES, Stored, Survey
 from redline.model.k2.config import Int4Experts, Nvfp4Experts
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
-CHUNK = 16 << 20  # bytes of one read
-BLOCK = 4096  # bytes of a page of a file: what is lost of a file is lost in blocks
-LEAST_CODES = 1024  # of a weight whose codes are judged
-LEAST_PEAK = 1.5  # the codes 7 to 9 are more frequent than 1, 2 and 14 by this factor at least
+CHUNK = 16 << 20  # bytes per read
+BLOCK = 4096  # bytes per file block: file data is lost in whole blocks
+LEAST_CODES = 1024  # codes of a weight, at least, for its distribution to be checked
+LEAST_PEAK = 1.5  # codes 7 to 9 must be more frequent than 1, 2 and 14 by this factor
 
 Kind = Literal["empty", "hole", "zeros", "blocks", "numbers", "scales", "codes", "unread"]
-# dtype -> (the integers that hold it, the bits without the sign, the least of those that is NaN or infinite)
+# dtype -> (integer type of its bits, mask without the sign, least masked value that is NaN or infinite)
 _BITS = {
     "BF16": (torch.int16, 0x7FFF, 0x7F80),
     "F16": (torch.int16, 0x7FFF, 0x7C00),
@@ -37,7 +37,7 @@ _BITS = {
 
 
 class Fault(NamedTuple):
-    """Something that is wrong with a tensor, which has this stored name."""
+    """A fault of the tensor with this stored name."""
 
     kind: Kind
     tensor: str
@@ -45,11 +45,11 @@ class Fault(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What the survey knows of tensors, by stored name.
+    """Facts of the survey on tensors, by stored name.
 
-    needed  those that the model reads
-    packed  those that hold INT4 codes
-    codes   of 4-bit scales: the tensor that holds their codes
+    needed  tensors that the model reads
+    packed  tensors of INT4 codes
+    codes   maps a tensor of 4-bit scales to the tensor of its codes
     """
 
     needed: frozenset[str]
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(survey: Survey) -> Wanted:
-    """Of all shards."""
+    """The facts on the tensors of all shards."""
     quantization, tensors = survey.config.quantization, survey.tensors
     suffix = "_packed" if isinstance(quantization, Int4Experts) else None
     if isinstance(quantization, Nvfp4Experts):
@@ -81,10 +81,10 @@ def read_shard(
     fix: str,
     progress: Callable[[int, int], object],
 ) -> Shard:
-    """Reads every tensor of a shard. fix: what a person does if it is damaged.
+    """Reads every tensor of a shard. fix: advice to the user if it is damaged.
 
-    progress: called with bytes that are done, and those of them that were read; it may raise, which ends the reading.
-    Raises OSError if the file cannot be opened.
+    progress: called with (bytes done, bytes of them that were read); it may raise to stop reading. Raises OSError if
+    the file cannot be opened.
     """
     began, state = clock.monotonic(), file.stat()
     reader = _Reader(of, progress)
@@ -113,7 +113,7 @@ def read_shard(
 
 
 def layer_of(name: str) -> int:
-    """The layer of a stored or logical name; -1 if it is in none."""
+    """The layer of a stored or logical name; -1 if it belongs to no layer."""
     found = re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name)
     return int(found[1]) if found else -1
 
@@ -130,7 +130,7 @@ class _Reader:
         self._buffer = bytearray(CHUNK)
 
     def read(self, stored: Stored, file: int) -> None:
-        """Reads a tensor, and adds what is wrong with it to `faults`."""
+        """Reads a tensor, and adds its faults to `faults`."""
         look = _Look(stored, self._of)
         size, done = stored.stop - stored.start, 0
         try:
@@ -150,7 +150,7 @@ class _Reader:
 
 
 def data_of(file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The parts of [start, stop) of an open file that are no hole, each from a multiple of 8 bytes behind `start`."""
+    """The parts of [start, stop) of an open file that are not holes, each at a multiple of 8 bytes after `start`."""
     at = start
     while at < stop:
         try:
@@ -159,7 +159,7 @@ def data_of(file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno == errno.ENXIO:  # a hole to the end of the file
                 return
-            first, end = at, stop  # a file system that does not know its holes
+            first, end = at, stop  # a file system without SEEK_DATA
         if first >= stop:
             return
         first = max(at, first - (first - start) % 8)
@@ -169,7 +169,7 @@ def data_of(file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _fill(file: int, into: memoryview, at: int) -> None:
-    """Raises OSError, also if the file ends early."""
+    """Reads until `into` is full. Raises OSError, also if the file ends early."""
     done = 0
     while done < len(into):
         count = os.preadv(file, [into[done:]], at + done)
@@ -179,7 +179,7 @@ def _fill(file: int, into: memoryview, at: int) -> None:
 
 
 class _Look:
-    """What the chunks of one tensor have shown so far."""
+    """Checks one tensor, chunk by chunk."""
 
     def __init__(self, stored: Stored, of: Wanted) -> None:
         self.codes = torch.zeros(16, dtype=torch.int64)
@@ -187,13 +187,13 @@ class _Look:
         self._needed = stored.name in of.needed
         self._packed = stored.name in of.packed
         self._codes_of = of.codes.get(stored.name)
-        # A vocabulary has rows that no token uses; a zero among scales is looked for number by number.
+        # A vocabulary has rows of unused tokens, which may be zero; zero scales are found number by number.
         self._solid = self._needed and self._codes_of is None and not re.search(r"embed_tokens|lm_head", stored.name)
         self._any = False
         self._blocks = 0
         self._first_block = 0
-        self._wrong: list[Tensor] = []  # places of numbers that are not finite
-        self._zeros: list[Tensor] = []  # places of scales that are zero
+        self._wrong: list[Tensor] = []  # indices of numbers that are not finite
+        self._zeros: list[Tensor] = []  # indices of scales that are zero
 
     def see(self, chunk: Tensor, at: int) -> None:
         """chunk: uint8, the bytes of the file from `at` on."""
@@ -229,7 +229,7 @@ class _Look:
             self._zeros.append((numbers == 0).nonzero()[:, 0] + first)
 
     def faults(self, hole: int) -> Iterator[Fault]:
-        """What is wrong with the tensor. hole: how many of its bytes are a hole. Raises OSError as `_effective`."""
+        """The faults of the tensor. hole: number of its bytes in holes. Raises the OSError of `_effective`."""
         size = self._stored.stop - self._stored.start
         if hole and self._any:
             yield self._fault("hole", f"{hole:,} of its {size:,} bytes are a hole in the file: they were never written")
@@ -248,10 +248,12 @@ class _Look:
             where = f"the first at {self._place(zeros[0])}"
             yield self._fault("scales", f"{count} zero although the codes that it scales are not, {where}")
         if self._any and not hole and int(self.codes.sum()) >= LEAST_CODES and not peaked(self.codes):
-            yield self._fault("codes", f"its INT4 codes are not spread as those of weights: {_shares(self.codes)}")
+            yield self._fault(
+                "codes", f"its INT4 codes are not distributed like those of weights: {_shares(self.codes)}"
+            )
 
     def _effective(self, places: list[Tensor]) -> list[int]:
-        """The places without those of 4-bit scales whose codes are all zero, where the scale has no effect.
+        """The indices, without those of 4-bit scales with all codes zero, since these scales have no effect.
 
         Raises OSError if the codes cannot be read.
         """
@@ -271,7 +273,7 @@ class _Look:
         return _list(every[used.any(1)])
 
     def _place(self, number: int) -> list[int]:
-        """Where a number of the tensor is: an index for each axis."""
+        """The position of a number in the tensor: one index per axis."""
         return [int(index) for index in np.unravel_index(number, self._stored.shape or (1,))]
 
     def _fault(self, kind: Kind, what: str) -> Fault:
@@ -279,7 +281,7 @@ class _Look:
 
 
 def peaked(codes: Tensor) -> bool:
-    """Whether codes have their peak in the middle, as rounded weights have. codes: how often each of the 16 occurs."""
+    """Whether codes peak in the middle, as those of rounded weights do. codes: counts of the 16 codes."""
     middle, ends = int(codes[[7, 8, 9]].sum()), int(codes[[1, 2, 14]].sum())
     return middle >= LEAST_PEAK * ends
 

@@ -1,8 +1,8 @@
-"""The tool calls of a server, judged as Moonshot's vendor verifier judges them, over requests that the user brings.
+"""Checks the tool calls of a server by the rules of Moonshot's vendor verifier, on requests from the user's file.
 
-The suite's file has a request a line: `messages`, `tools`, and what else is asked (`temperature`, `max_tokens`). An
-answer that ends with `tool_calls` is right if each of its calls names a declared tool, and if the arguments are JSON
-that fits the schema declared for it. The role `_input` of the suite's files is sent as `system`.
+The file has one request per line: `messages`, `tools`, and other fields (`temperature`, `max_tokens`). An answer that
+ends with `tool_calls` is right if each of its calls names a declared tool, and if the arguments are JSON that fits the
+declared schema. The role `_input` of the suite's files is sent as `system`.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-MAX_TOKENS = 64_000  # the suite's for Kimi K2 Thinking, if a request has none
-MOST_SHOWN = 300  # characters of a value in a report
+MAX_TOKENS = 64_000  # the suite's default for Kimi K2 Thinking
+MOST_SHOWN = 300  # maximum characters of a value in a report
 _OURS = {"messages", "tools", "model", "stream", "stream_options", "max_tokens"}
 
 Kind = Literal[
@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Wrong(Record, frozen=True):
-    """Something that is wrong with an answer. line: of the file of requests. call: as the server sent it, if any."""
+    """A fault of an answer. line: of the request in the file. call: as sent by the server, if any."""
 
     line: int
     kind: Kind
@@ -56,10 +56,10 @@ class Wrong(Record, frozen=True):
 
 
 class Counts(Record, frozen=True):
-    """Of all answers.
+    """Counts over all answers.
 
-    calls, valid  calls of answers that ended with tool_calls or stop; those with nothing wrong
-    with_calls    answers that ended with tool_calls; accurate: of them, those whose calls are all valid
+    calls, valid  calls of answers that ended with tool_calls or stop; calls without a fault
+    with_calls    answers that ended with tool_calls; accurate: those among them with valid calls only
     """
 
     requests: int
@@ -73,7 +73,7 @@ class Counts(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """What a server's tool calls were."""
+    """The report on a server's tool calls."""
 
     server: str
     model: str
@@ -88,7 +88,7 @@ class _Line(msgspec.Struct):
 
 
 def read_requests(path: Path) -> list[Request]:
-    """The requests of a file. Raises ConfigError, with the line, for one that is none, and OSError."""
+    """The requests of a file. Raises ConfigError, with the line, for an invalid request, and OSError."""
     found: list[Request] = []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
@@ -103,12 +103,12 @@ def read_requests(path: Path) -> list[Request]:
         extra = {name: value for name, value in body.items() if name not in _OURS}
         found.append(Request(number, tuple(messages), tuple(line.tools), line.max_tokens, extra))
     if not found:
-        raise ConfigError(f"{path}: no request in it; expected JSON lines with `messages` and `tools`")
+        raise ConfigError(f"{path}: contains no request; expected JSON lines with `messages` and `tools`")
     return found
 
 
 def judge(request: Request, answer: Answer) -> list[Wrong]:
-    """All that is wrong with an answer."""
+    """The faults of an answer."""
 
     def wrong(kind: Kind, why: str, call: dict[str, Any] | None = None) -> Wrong:
         return Wrong(line=request.line, kind=kind, why=why[:MOST_SHOWN], call=call)
@@ -116,7 +116,7 @@ def judge(request: Request, answer: Answer) -> list[Wrong]:
     if answer.failure is not None:
         return [wrong("the request failed", answer.error or answer.failure)]
     if answer.finish == "tool_calls" and not answer.calls:
-        return [wrong("ended with tool_calls without a call", "no call came")]
+        return [wrong("ended with tool_calls without a call", "the answer contains no call")]
     if not _is_judged(answer):
         return []
     found: list[Wrong] = []
@@ -142,7 +142,7 @@ def judge(request: Request, answer: Answer) -> list[Wrong]:
 
 
 def _is_judged(answer: Answer) -> bool:
-    """Whether the answer is whole: a call that max_tokens has cut is not the server's fault."""
+    """Whether the answer is complete: a call cut off by max_tokens is not the server's fault."""
     return answer.failure is None and answer.finish in ("tool_calls", "stop")
 
 
@@ -153,9 +153,9 @@ def _schemas(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ask_all(requests: Sequence[Request], target: Target, at_once: int, progress: Callable[[int], object]) -> Report:
-    """Asks the server, at most `at_once` requests at a time. progress: called with how many are answered.
+    """Sends all requests, at most `at_once` concurrently. progress: called with the number of answers so far.
 
-    Raises ConfigError if the address is none, or no server is there that names a model.
+    Raises ConfigError if the address is invalid, or if the server does not list a model.
     """
     return asyncio.run(_ask_all(requests, target, at_once, progress))
 
@@ -165,7 +165,7 @@ async def _ask_all(
 ) -> Report:
     places, done = asyncio.Semaphore(at_once), 0
     async with Client(target) as client:
-        await client.models()  # one line now, and not a failure for each request
+        await client.models()  # fails once here, instead of once per request
 
         async def one(place: int, request: Request) -> Answer:
             nonlocal done

@@ -1,7 +1,8 @@
-"""`redline verify FOLDER`: whether a checkpoint is what its config asks for, and is computed here as it should be.
+"""`redline verify FOLDER`: checks that a checkpoint matches its config, and that this machine computes it correctly.
 
-Shards are read side by side. Each that is done is a line of a progress file next to the report: the same command reads
-those that are not done, had a problem or have changed. Then some layers are loaded and computed.
+Shards are read in parallel. Each finished shard is a line of a progress file next to the report: when the command is
+run again, it reads only shards that are not finished, had a problem or have changed. Then some layers are loaded and
+computed.
 """
 
 import hashlib
@@ -30,15 +31,15 @@ from redline.limits import processors
 from redline.model.k2.checkpoint import Stored, Survey, survey
 from redline.progress import Working
 
-MOST_READERS = 16  # shards that are read at once
-LOOK_S = 0.5  # between two looks at the progress
-EDITION = 1  # of what is looked for: the lines of other editions are not used
+MOST_READERS = 16  # shards read concurrently, at most
+LOOK_S = 0.5  # seconds between two updates of the progress
+EDITION = 1  # version of the checks: progress lines of other versions are ignored
 
 
 class Progress:
-    """Shards that are done, in a file that a kill leaves readable.
+    """Finished shards, in a file that stays readable if the process is killed.
 
-    again: nothing that is there is used. Raises ConfigError if the file cannot be read or written.
+    again: discards an existing file. Raises ConfigError if the file cannot be read or written.
     """
 
     def __init__(self, path: Path, again: bool = False) -> None:
@@ -49,17 +50,17 @@ class Progress:
             if again:
                 path.unlink(missing_ok=True)
             for line in path.read_bytes().splitlines() if path.exists() else ():
-                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a kill may have torn the last line
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # the last line may be incomplete after a kill
                     self._keep(msgspec.json.decode(line, type=Shard))
 
     def earlier(self, job: str, file: Path) -> Shard | None:
-        """What an earlier run found in a shard that was sound and has not changed; None: it is to be read."""
+        """The earlier result of a shard that was sound and has not changed; None: the shard must be read."""
         state = file.stat()
         found = self._done.get((job, file.name, state.st_size, state.st_mtime_ns))
         return None if found is None or found.problems else found
 
     def add(self, shard: Shard) -> None:
-        """A shard is done. Raises ConfigError if that cannot be written."""
+        """Saves a finished shard. Raises ConfigError if the file cannot be written."""
         with self._lock, written(self._path), self._path.open("ab") as file:
             file.write(b"\n" + msgspec.json.encode(shard) + b"\n")
             file.flush()
@@ -71,7 +72,7 @@ class Progress:
 
 
 class _Stopped(Exception):
-    """The reading of a shard ends, since the command does."""
+    """Stops reading a shard, since the command is stopping."""
 
 
 def verify(folder: Path, progress: Progress, device: torch.device, working: Working) -> Report:
@@ -85,7 +86,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
         found = survey(folder, faults.append)
     except CheckpointError as error:
         faults.append(error if isinstance(error, BrokenFile) else BrokenFile(folder, "", _reason(folder, error)))
-        unchecked = ["shards and layers: the config and the index come first"]
+        unchecked = ["shards and layers: they need a valid config and index"]
     else:
         shards, earlier = _read(folder, found, progress, working)
         damaged = {layer_of(fault.tensor) for fault in faults} | {at for shard in shards for at in shard.damaged}
@@ -117,7 +118,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
 
 
 def _read(folder: Path, found: Survey, progress: Progress, working: Working) -> tuple[list[Shard], int]:
-    """What is found in every shard that can be read, and how many of them an earlier run has read."""
+    """The results of all shards, and the number of shards that an earlier run has read."""
     of = wanted(found)
     done = {file: progress.earlier(_job(found, file), file) for file in found.files}
     left = [file for file, shard in done.items() if shard is None]
@@ -133,7 +134,7 @@ def _read(folder: Path, found: Survey, progress: Progress, working: Working) -> 
             passed, read = passed + count, read + from_disk
 
     def work(file: Path) -> Shard:
-        torch.set_num_threads(1)  # of this thread: shards are read side by side
+        torch.set_num_threads(1)  # for this thread: shards are read in parallel
         try:
             shard = read_shard(_job(found, file), file, list(found.files[file].values()), of, again(file), tell)
         except OSError as error:
@@ -166,7 +167,7 @@ def _size(found: Survey, file: Path) -> int:
 
 
 def _job(found: Survey, file: Path) -> str:
-    """A hash of what is looked for in a shard: the model, where its tensors are, and where the file itself is: a copy
+    """A hash of the inputs of a shard's checks: the model, its tensors' offsets, and the path of the file, since a copy
     of a folder has the same names, sizes and times."""
     tensors = [(stored.name, stored.dtype, stored.shape, stored.start) for stored in found.files[file].values()]
     said = f"{EDITION} {file.resolve()} {found.config} {tensors}"
@@ -179,7 +180,7 @@ def _job(found: Survey, file: Path) -> str:
 def _compute(
     found: Survey, damaged: set[int], device: torch.device, working: Working
 ) -> tuple[list[Layer], Rates | None, list[str]]:
-    """The layers, how fast they were loaded, and what could not be done, each with its reason."""
+    """The computed layers, their load rates, and the checks that were not possible, each with its reason."""
     layers: list[Layer] = []
     sample: list[Stored] = []
     numbers = chosen(found.config)
@@ -199,7 +200,7 @@ def _compute(
     unchecked = [f"layer {layer.layer}: {layer.why_not}" for layer in layers if layer.why_not]
     if not sample:
         return layers, None, [*unchecked, "load rate: no layer was loaded"]
-    working.show(what="reading plainly")
+    working.show(what="plain reads")
     try:
         return layers, load_rate([layer for layer in layers if not layer.why_not], sample, found.bytes), unchecked
     except (OSError, ConfigError) as error:
@@ -214,13 +215,13 @@ def _is_wrong(layer: Layer) -> bool:
 
 
 def again(file: Path) -> str:
-    """What a person does about a file that is damaged."""
+    """Advice to the user for a damaged file."""
     command = ["hf", "download", "OWNER/NAME", file.name, "--local-dir", str(file.parent), "--force-download"]
     return f"download it again: {shlex.join(command)}"
 
 
 def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
-    """Faults of the headers; those of a file that differ in numbers alone are one."""
+    """Problems from faults of the headers; faults of a file that differ only in numbers are merged."""
     groups: dict[tuple[Path, str], list[BrokenFile]] = {}
     for fault in faults:
         groups.setdefault((fault.file, re.sub(r"[\d\[\], ]+", " ", fault.what)), []).append(fault)
@@ -238,20 +239,20 @@ def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
 
 def _fix(file: Path, what: str) -> str:
     if what.startswith("holds the tensors of "):
-        return f"give the file its own name back ({what.split()[4].rstrip(';')}), or {again(file)}"
+        return f"rename the file to its own name ({what.split()[4].rstrip(';')}), or {again(file)}"
     if what.startswith(("a drafter", "model_type is")):
         return "name the folder of a model that Redline serves"
     if what.startswith("a Git LFS pointer"):
         return f"run `git lfs pull` in {file.parent}, or {again(file)}"
     if file.suffix == ".json" or file.is_dir():
-        return "config.json, the index and the shards are of one model: download those of them again that are not"
+        return "config.json, the index and the shards must be of one model: download the others again"
     if what.startswith(("expected", "a second tensor", "missing; expected here")):
-        return f"it is of another model than config.json and the index are: {again(file)}"
+        return f"it belongs to another model than config.json and the index: {again(file)}"
     return again(file)
 
 
 def _reason(folder: Path, error: CheckpointError) -> str:
-    """What is wrong with a folder that cannot be surveyed: first of all, that it holds something else than a model."""
+    """Why a folder cannot be surveyed; first of all, if it does not contain a model."""
     try:
         check_model(folder, weights=False)
     except CheckpointError as other:
@@ -270,5 +271,5 @@ def _of_layer(layer: Layer) -> Problem:
         tensor="",
         tensors=0,
         what=f"the kernels of this machine differ from the float32 reference: {error}; at most {layer.limit:.0e}",
-        fix="do not serve on this machine yet: run the laws (`make test`, on a GPU `make test-gpu`) and report them",
+        fix="do not serve on this machine: run the tests (`make test`, on a GPU `make test-gpu`) and report failures",
     )

@@ -1,4 +1,4 @@
-"""`redline bench accept`: the flags, and what becomes of them."""
+"""`redline bench accept`: the flags, and the config that is built from them."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
 QUESTIONS, MOST_TOKENS = 16, 256
-MOST_LINES = 100_000  # of a file that are looked at
+MOST_LINES = 100_000  # lines read from a file, at most
 
 
 @grouped
@@ -31,28 +31,31 @@ def bench_accept(
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="The server; repeat it to put several on one page, such as one for each k.",
+            help="The server; repeat it to put several on one page, such as one per k.",
             rich_help_panel=SERVER,
         ),
     ] = None,
     server: ServerFlags,
     metrics_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where /metrics is, if not beside the API.", rich_help_panel=SERVER),
+        typer.Option(metavar="URL", help="Address of /metrics, if it differs from the API's.", rich_help_panel=SERVER),
     ] = None,
     dataset_name: DatasetName = "redline",
     dataset_path: DatasetPath = None,
     domain: Annotated[
-        list[str] | None, typer.Option(help="Only this domain of the prompts (repeatable). Absent: all.")
+        list[str] | None, typer.Option(help="Only this domain of the prompts (repeatable). Default: all.")
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each domain, at most.")] = QUESTIONS,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = MOST_TOKENS,
+    num_prompts: Annotated[int, typer.Option(min=1, help="At most this many prompts per domain.")] = QUESTIONS,
+    output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = MOST_TOKENS,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Of the answers (repeatable). Absent: 0, the likeliest tokens.")
+        list[float] | None, typer.Option(min=0, help="Sampling temperature (repeatable). Default: 0, greedy.")
     ] = None,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 1,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests.")] = 1,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Every answer has its whole length, where the server knows the field.")
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Generate every answer to its full length, if the server supports the field."
+        ),
     ] = False,
     seed: Seed = 0,
     save: Save = None,
@@ -60,9 +63,10 @@ def bench_accept(
     disable_tqdm: Quiet = False,
     waiting: WaitingFlags,
 ) -> None:
-    """How many drafts hold: by place and by domain, and tokens of a round by k beside the golden curve.
+    """Acceptance of draft tokens by position and by domain, and tokens per round by k next to the golden curve.
 
-    From the counters in the server's /metrics before and after each domain. Nobody else should ask meanwhile.
+    Computed from the counters in the server's /metrics before and after each domain. The server should have no other
+    traffic during the run.
     """
     from redline.bench.serving.datasets import DatasetConfig
     from redline.cli.bench import kept
@@ -76,7 +80,7 @@ def bench_accept(
         for url in base_url or [None]
     )
     if metrics_url is not None and len(targets) > 1:
-        raise ConfigError("--metrics-url is of one server; several --base-url were given")
+        raise ConfigError("--metrics-url applies to one server, but several --base-url were given")
     config = AcceptConfig(
         targets=targets,
         dataset=DatasetConfig(

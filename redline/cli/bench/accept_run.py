@@ -1,4 +1,4 @@
-"""`redline bench accept` at work: the server is asked, and what came of it is shown and kept."""
+"""Runs `redline bench accept`: sends the prompts, reads the server's counters, prints and saves the result."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from redline.wire.base import Record
 
 
 class AcceptConfig(Record, frozen=True):
-    """What `redline bench accept` is told. questions: of each domain, at most."""
+    """Configuration of `redline bench accept`. questions: prompts per domain, at most."""
 
     targets: tuple[Target, ...]
     dataset: DatasetConfig
@@ -38,7 +38,7 @@ class AcceptConfig(Record, frozen=True):
 
 
 def run(config: AcceptConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
+    """Measures, prints, saves. Returns the exit code: 0, 1 if every request failed, 130 after Ctrl-C.
 
     Raises ConfigError.
     """
@@ -47,7 +47,7 @@ def run(config: AcceptConfig, console: Console) -> int:
 
 
 def questions(config: AcceptConfig, target: Target) -> dict[str, list[Ask]]:
-    """Domain -> its prompts. Raises ConfigError for a domain that the prompts do not have."""
+    """Maps each domain to its prompts. Raises ConfigError for a domain that the prompts do not have."""
     vocabulary = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     dataset = msgspec.structs.replace(config.dataset, backend=target.backend)
     found = by_domain(asks(dataset, vocabulary))
@@ -88,7 +88,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
     kept.keep(found, config.save, config.html, console)
     show(accept.accept_sections(found), console)
     if stopped:
-        say(console, "stopped: the figures are of what had been answered")
+        say(console, "stopped: the figures cover the answers received so far")
         return INTERRUPTED
     return 0 if any(one.answers for one in parts) else 1
 
@@ -96,7 +96,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
 def measured(
     config: AcceptConfig, target: Target, temperature: float, domain: str, of: list[Ask], load: kept.Load
 ) -> tuple[Part, list[Answer], bool]:
-    """A domain at one temperature: its figures, its answers, and whether Ctrl-C ended it."""
+    """Measures a domain at one temperature: its figures, its answers, and whether Ctrl-C interrupted it."""
     place = target if config.metrics_url is None else msgspec.structs.replace(target, base_url=config.metrics_url)
     those_asked = [msgspec.structs.replace(ask, extra={**ask.extra, "temperature": temperature}) for ask in of]
     before = settled(lambda: ready.drafting(place))

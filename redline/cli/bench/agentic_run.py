@@ -1,4 +1,4 @@
-"""`redline bench agentic` at work: a trace is replayed or made up, and what came of it is shown and kept."""
+"""Runs `redline bench agentic`: replays or synthesizes a trace, prints and saves the result."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from redline.wire.base import Record
 
 
 class AgenticConfig(Record, frozen=True):
-    """What `redline bench agentic` is told. sessions: of the trace, at most; None: all."""
+    """Configuration of `redline bench agentic`. sessions: at most this many of the trace; None: all."""
 
     target: Target
     trace: str
@@ -40,7 +40,7 @@ class AgenticConfig(Record, frozen=True):
 
 
 def make(shape: Shape, path: Path, tokenizer: str | None, console: Console) -> int:
-    """Writes a made-up trace; the exit code is 0. Raises ConfigError."""
+    """Writes a synthetic trace. Returns the exit code 0. Raises ConfigError."""
     check_output(path)
     vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
 
@@ -51,13 +51,16 @@ def make(shape: Shape, path: Path, tokenizer: str | None, console: Console) -> i
     save_bytes(path, traces.encode(found))
     turns = sum(len(one.turns) for one in found)
     waits = sum(turn.wait_s for one in found for turn in one.turns)
-    counted = "counted by --tokenizer" if vocabulary else "by their length; --tokenizer FOLDER counts"
+    counted = "counted by --tokenizer" if vocabulary else "estimated from text length (--tokenizer FOLDER counts them)"
     say(console, f"written to {path}: {len(found)} sessions, {turns} turns, {waits:,.0f} s of waits; tokens {counted}")
     return 0
 
 
 def run(config: AgenticConfig, console: Console) -> int:
-    """Replays, prints, saves; the exit code: 0, 1 where every turn failed, 130 after Ctrl-C. Raises ConfigError."""
+    """Replays, prints, saves. Returns the exit code: 0, 1 if every turn failed, 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
     kept.check_files(config.save, config.html)
     return until_interrupted(lambda: _run(config, console), console)
 
@@ -93,7 +96,7 @@ def _run(config: AgenticConfig, console: Console) -> int:
     kept.keep(result, config.save, config.html, console)
     show([section for section in sections if not isinstance(section, Plot)], console)
     if found.stopped:
-        say(console, f"stopped: {len(found.turns)} of {total} turns had been answered")
+        say(console, f"stopped after {len(found.turns)} of {total} turns")
         return INTERRUPTED
     return 0 if result.figures["completed"] else 1
 
@@ -109,5 +112,5 @@ def _check_recorded(sessions: Sequence[Session], trace: str) -> None:
             if turn.answer is None:
                 raise ConfigError(
                     f"{trace}: session {session.session}, turn {number} has no `answer`, which --history recorded "
-                    "needs; --history live keeps the model's own"
+                    "needs; --history live uses the model's answers"
                 )

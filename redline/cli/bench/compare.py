@@ -1,4 +1,4 @@
-"""`redline bench compare`: the flags, and what becomes of them."""
+"""`redline bench compare`: the flags, and the config that is built from them."""
 
 import math
 import os
@@ -26,7 +26,7 @@ from redline.cli.bench.options import (
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
-STREAMS, EACH = 4, 2  # at once where no load is given, and requests of a load for each stream
+STREAMS, EACH = 4, 2  # default concurrent requests, and requests per load for each of them
 THE_TWO = "The two servers"
 
 
@@ -38,70 +38,73 @@ def _of(side: str, what: str, metavar: str) -> Any:
 def bench_compare(
     *,
     a: Annotated[str, typer.Argument(metavar="A", help="A server, such as http://127.0.0.1:8000.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    model_a: Annotated[str | None, _of("A", "model by name; absent: the first that it lists.", "NAME")] = None,
-    model_b: Annotated[str | None, _of("B", "model by name; absent: the first that it lists.", "NAME")] = None,
+    b: Annotated[str, typer.Argument(metavar="B", help="The other server.")],
+    model_a: Annotated[str | None, _of("A", "model by name. Default: the first that it lists.", "NAME")] = None,
+    model_b: Annotated[str | None, _of("B", "model by name. Default: the first that it lists.", "NAME")] = None,
     backend_a: Annotated[
-        str | None, _of("A", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+        str | None, _of("A", "backend, such as openai-chat or openai: its API dialect.", "NAME")
     ] = None,
     backend_b: Annotated[
-        str | None, _of("B", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+        str | None, _of("B", "backend, such as openai-chat or openai: its API dialect.", "NAME")
     ] = None,
-    endpoint_a: Annotated[str | None, _of("A", "path; absent: the backend's own.", "PATH")] = None,
-    endpoint_b: Annotated[str | None, _of("B", "path; absent: the backend's own.", "PATH")] = None,
-    key_env_a: Annotated[str | None, _of("A", "key: the variable of the environment that holds it.", "NAME")] = None,
-    key_env_b: Annotated[str | None, _of("B", "key: the variable of the environment that holds it.", "NAME")] = None,
+    endpoint_a: Annotated[str | None, _of("A", "path. Default: the backend's path.", "PATH")] = None,
+    endpoint_b: Annotated[str | None, _of("B", "path. Default: the backend's path.", "PATH")] = None,
+    key_env_a: Annotated[str | None, _of("A", "API key: the environment variable that contains it.", "NAME")] = None,
+    key_env_b: Annotated[str | None, _of("B", "API key: the environment variable that contains it.", "NAME")] = None,
     tokenizer: Tokenizer = None,
     header: Header = None,
     extra_body: ExtraBody = None,
     insecure: Insecure = False,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help=f"Streams at once. Absent: {STREAMS}; with a rate: as many as come.")
+        int | None, typer.Option(min=1, help=f"Concurrent requests. Default: {STREAMS}; with a rate: no limit.")
     ] = None,
     request_rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests/s of a load. Absent: as places become free.")
+        float | None,
+        typer.Option(min=0.001, help="Requests/s of a load. Default: send whenever --max-concurrency allows."),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help=f"Requests of each load. Absent: {EACH} a stream, or 10 s of the rate.")
+        int | None, typer.Option(min=1, help=f"Requests per load. Default: {EACH} per stream, or 10 s of the rate.")
     ] = None,
     num_warmups: Annotated[
-        int | None, typer.Option(min=0, help="Requests to each server before, not counted. Absent: one load.")
+        int | None, typer.Option(min=0, help="Warm-up requests to each server. Default: one load.")
     ] = None,
-    blocks: Annotated[int, typer.Option(min=1, help="Blocks of four loads; with --until the fewest.")] = 8,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of four loads; with --until the minimum.")] = 8,
     until: Annotated[
-        str | None, typer.Option(metavar="2%", help="Add blocks until the interval is ± this narrow.")
+        str | None, typer.Option(metavar="2%", help="Add blocks until the confidence interval is within ± this share.")
     ] = None,
-    max_blocks: Annotated[int, typer.Option(min=1, help="With --until: blocks at most.")] = 40,
+    max_blocks: Annotated[int, typer.Option(min=1, help="With --until: maximum number of blocks.")] = 40,
     figure: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Whose interval --until narrows. Absent: output_throughput; of a rate: e2el.",
+            help="The figure for --until. Default: output_throughput; with a rate: e2el.",
         ),
     ] = None,
     dataset_name: DatasetName = "random",
     dataset_path: DatasetPath = None,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 128,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens per random prompt.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer to a random prompt.")] = 128,
     random_range_ratio: Annotated[
-        float, typer.Option(min=0.0, max=0.999, help="Lengths lie within this share of them.")
+        float, typer.Option(min=0.0, max=0.999, help="Lengths vary by this share, up and down.")
     ] = 0.0,
     output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer, at most, of a dataset that is a file.")
+        int | None, typer.Option(min=1, help="Maximum tokens per answer, for a dataset that is a file.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Every answer has its whole length. Random prompts ask so anyway.")
+        bool, typer.Option("--ignore-eos", help="Generate every answer to its full length. Random prompts always do.")
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy, so that answers can be compared too.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature. 0: greedy, so that answers can be compared too.")
+    ] = 0.0,
     seed: Seed = None,
     save: Save = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
     waiting: WaitingFlags,
 ) -> None:
-    """Which of two servers is faster, by how much, and how sure that is; and whether they answer alike.
+    """Which of two servers is faster, by how much, with a confidence interval; and whether their answers agree.
 
-    The same requests go to both in small alternating loads, so that what drifts on the machine or network cancels.
+    Both servers get the same requests in small alternating loads, so that drift of the machine or network cancels.
     """
     from redline.bench.serving.compare import FIGURES, Plan
     from redline.bench.serving.datasets import COMPLETIONS, DatasetConfig
@@ -131,8 +134,8 @@ def bench_compare(
     other = target(b, model_b, backend_b, endpoint_b, key_env_b)
     if (one.backend in COMPLETIONS) != (other.backend in COMPLETIONS):
         raise ConfigError(
-            f"--backend-a {one.backend}, --backend-b {other.backend}: one takes a bare text, the other a chat, "
-            "so that the two would not get the same requests; give both the same kind"
+            f"--backend-a {one.backend}, --backend-b {other.backend}: one takes plain text, the other a "
+            "chat, so the two would not get the same requests; use the same kind for both"
         )
     config = CompareConfig(
         a=one,
@@ -175,14 +178,14 @@ def bench_compare(
 
 
 def loads_size(given: int | None, streams: int | None, rate: float | None) -> int:
-    """How many requests a load has."""
+    """Number of requests per load."""
     if given is not None:
         return given
     return (streams or STREAMS) * EACH if rate is None else max(10, round(rate * 10))
 
 
 def share(flag: str, words: str) -> float:
-    """A share such as 2% or 0.02. Raises ConfigError."""
+    """Parses a share such as 2% or 0.02. Raises ConfigError."""
     text = words.strip()
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -194,10 +197,10 @@ def share(flag: str, words: str) -> float:
 
 
 def key_of(variable: str) -> str:
-    """The key in a variable of the environment. Raises ConfigError where it is not set, or no key."""
+    """The API key in an environment variable. Raises ConfigError if it is not set or not a valid key."""
     key = os.environ.get(variable, "")
     if not key or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{variable} of the environment: expected the server's key, letters, digits and signs of ASCII"
+            f"environment variable {variable}: expected the server's API key, in printable ASCII characters"
         )
     return key

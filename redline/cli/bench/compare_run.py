@@ -1,4 +1,4 @@
-"""`redline bench compare` at work: both servers are asked in turns, and what came of it is shown and kept."""
+"""Runs `redline bench compare`: sends loads to both servers in turn, prints and saves the result."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +24,11 @@ from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
 
-MOST_LINES = 100_000  # of a dataset that is a file
+MOST_LINES = 100_000  # lines read from a dataset file, at most
 
 
 class CompareConfig(Record, frozen=True):
-    """What `redline bench compare` is told. warmups: requests to each server before the first block."""
+    """Configuration of `redline bench compare`. warmups: requests to each server before the first block."""
 
     a: Target
     b: Target
@@ -45,7 +45,7 @@ class CompareConfig(Record, frozen=True):
 
 
 def run(config: CompareConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, 1 where nothing could be compared, 130 after Ctrl-C.
+    """Measures, prints, saves. Returns the exit code: 0, 1 if nothing could be compared, 130 after Ctrl-C.
 
     Raises ConfigError.
     """
@@ -54,10 +54,10 @@ def run(config: CompareConfig, console: Console) -> int:
 
 
 class Prompts:
-    """The requests of each pair of loads: random ones are new for every pair; those of a file are taken in turn."""
+    """The requests of each pair of loads: random prompts are new each time, prompts of a file come in turn."""
 
     def __init__(self, config: DatasetConfig, tokenizer: str | None) -> None:
-        """Raises ConfigError where a file cannot be used."""
+        """Raises ConfigError if a file cannot be used."""
         self._config = config
         self.vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
         self._file: list[Ask] = []
@@ -66,7 +66,7 @@ class Prompts:
             self._file = asks(whole, self.vocabulary)
 
     def __call__(self, pair: int) -> list[Ask]:
-        """The requests of a pair of loads, by its number; -1 is the warm-up's."""
+        """The requests of pair number `pair`; -1 is the warm-up."""
         many = self._config.num_prompts
         if self._file:
             start = (pair + 1) * many
@@ -75,7 +75,7 @@ class Prompts:
         return asks(msgspec.structs.replace(self._config, seed=seed), self.vocabulary)
 
     def again(self, pairs: int) -> bool:
-        """Whether some prompts were asked more than once: a prefix cache knows those."""
+        """Whether some prompts were sent more than once, so that they hit the prefix cache."""
         return bool(self._file) and (pairs + 1) * self._config.num_prompts > len(self._file)
 
 
@@ -109,14 +109,14 @@ def _run(config: CompareConfig, console: Console) -> int:
                 raise KeyboardInterrupt
             if all(failure_of(answer) is not None for answer in found.answers):
                 raise ConfigError(
-                    f"{side}, {targets[side].base_url}: no warm-up was answered: {error_of(found.answers[0])}"
+                    f"{side}, {targets[side].base_url}: no warm-up request was answered: {error_of(found.answers[0])}"
                 )
         compared = compare.compare(plan, put, prompts, tell, prompts.vocabulary)
     notes: tuple[str, ...] = ()
     if prompts.again(2 * len(compared.blocks)):
-        notes = ("The file has fewer prompts than were asked: some came again, and a prefix cache knew them.",)
+        notes = ("The file has fewer prompts than requests: some were repeated and hit the prefix cache.",)
     if targets["A"].base_url == targets["B"].base_url:
-        notes += ("A and B are one server: what one load asks, its prefix cache may know when the next asks it again.",)
+        notes += ("A and B are the same server: the second load of a pair may hit prefixes cached by the first.",)
     details: dict[str, Any] = {
         "plan": plan,
         "blocks": compared.blocks,
@@ -141,7 +141,7 @@ def _run(config: CompareConfig, console: Console) -> int:
     kept.keep(result, config.save, config.html, console)
     show([section for section in sections if not isinstance(section, Plot)], console)
     if compared.stopped:
-        say(console, f"stopped: {len(compared.blocks)} blocks had ended")
+        say(console, f"stopped after {len(compared.blocks)} complete blocks")
         return INTERRUPTED
     return 0 if compare.outcomes(compared.blocks) else 1
 

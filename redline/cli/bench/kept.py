@@ -1,4 +1,4 @@
-"""What leaderboard, sweep and accept do alike: a server is named, a load watched, a result kept and shown."""
+"""Helpers shared by the bench commands: find the model, run a load with progress, build and save a result."""
 
 import secrets
 import sys
@@ -28,14 +28,14 @@ Load = Callable[[Target, Sequence[Ask], Pace], Run]
 
 
 def dataset(name: str) -> Name:
-    """A dataset's name. Raises ConfigError for an unknown one."""
+    """Checks a dataset's name. Raises ConfigError for an unknown one."""
     if name not in NAMES:
         raise ConfigError(f"--dataset-name {name!r}: expected one of {', '.join(NAMES)}")
     return msgspec.convert(name, Name)
 
 
 def reached(target: Target, ready_s: float | None, console: Console) -> Target:
-    """The target with its model, once the server is ready. Raises ConfigError."""
+    """Waits until the server is ready, and returns the target with its model. Raises ConfigError."""
 
     def tell(text: str) -> None:
         say(console, text, "dim")
@@ -44,17 +44,17 @@ def reached(target: Target, ready_s: float | None, console: Console) -> Target:
 
 
 def numbered(answer: Answer, index: int) -> Answer:
-    """An answer as a row of a result of several loads: with its place among all of them."""
+    """The answer with its index among the answers of all loads of a result."""
     return msgspec.structs.replace(answer, index=index)
 
 
 def seed_of(given: int | None) -> int:
-    """The seed that was given, or a drawn one."""
+    """The given seed, or a random one."""
     return secrets.randbelow(1 << 31) if given is None else given
 
 
 def watched(working: Working, done: Callable[[], int], total: int, what: str = "") -> Load:
-    """`run_load` that shows how far a whole verb is. done: requests that have ended before; total: of all loads."""
+    """`run_load` with a progress bar over all loads. done: requests finished in earlier loads; total: of all loads."""
 
     def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
         def show(live: Live) -> None:
@@ -81,7 +81,7 @@ def result(
     answers: Sequence[Answer] = (),
     notes: Sequence[str] = (),
 ) -> Result:
-    """A verb's result with where it comes from. details may hold records."""
+    """A command's result with its provenance. details may contain records."""
     return Result(
         kind=kind,
         figures=figures,
@@ -99,18 +99,18 @@ def result(
 
 
 def check_files(save: str | Path | None, html: str | Path | None) -> None:
-    """Before long work begins. Raises ConfigError where a file cannot be written, or one would overwrite the other."""
+    """Checks the output files before a run. Raises ConfigError if one cannot be written, or if both are the same."""
     for path in (save, html):
         if path is not None:
             check_output(Path(path))
     if save is not None and html is not None and Path(save).resolve() == Path(html).resolve():
-        raise ConfigError(f"--html {html}: the result is written there; name another file")
+        raise ConfigError(f"--html {html}: the result is written to this path; name another file")
 
 
 def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
-    """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written.
+    """Writes the result and its page, each if a path is given. Raises ConfigError if a file cannot be written.
 
-    Before figures are shown: the reader of standard output may have closed it.
+    Call it before printing: standard output may be a closed pipe.
     """
     if save is not None:
         saved.save(Path(save), found)
@@ -121,7 +121,7 @@ def keep(found: Result, save: str | None, html: str | None, console: Console) ->
 
 
 def numbers(flag: str, words: Sequence[str], *, whole: bool) -> list[float]:
-    """Numbers above nothing, rising, of a flag that may be repeated or have commas. Raises ConfigError."""
+    """The positive numbers of a repeatable, comma-separated flag, in rising order. Raises ConfigError."""
     found: list[float] = []
     for word in (part.strip() for text in words for part in text.split(",")):
         try:

@@ -1,4 +1,4 @@
-"""`redline bench leaderboard`: the flags, and what becomes of them."""
+"""`redline bench leaderboard`: the flags, and the config that is built from them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ from redline.cli.bench.options import (
 )
 from redline.cli.console import plain_console
 
-RUNS = 8  # the leaderboard asks eight times a day
+RUNS = 8  # the leaderboard measures eight times a day
 
 
 @grouped
@@ -27,32 +27,31 @@ def bench_leaderboard(
     server: ServerFlags,
     workload: Annotated[
         list[str] | None,
-        typer.Option(metavar="100/300|1k/1k|10k/1.5k|100k/2k|all", help="Tokens in and out. Absent: 10k/1.5k."),
+        typer.Option(metavar="100/300|1k/1k|10k/1.5k|100k/2k|all", help="Input and output tokens. Default: 10k/1.5k."),
     ] = None,
-    input_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a prompt, in the place of a preset's.")
-    ] = None,
+    input_len: Annotated[int | None, typer.Option(min=1, help="Tokens per prompt, instead of the preset's.")] = None,
     output_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of an answer, at most, in the place of a preset's.")
+        int | None, typer.Option(min=2, help="Maximum tokens per answer, instead of the preset's.")
     ] = None,
     parallel: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Prompts at a time (repeatable). Absent: 1; the other setting is 10."),
+        typer.Option(min=1, help="Concurrent prompts (repeatable). Default: 1; the leaderboard's other setting is 10."),
     ] = None,
-    runs: Annotated[
-        int, typer.Option(min=1, help="How often, each time with prompts that were not asked before.")
-    ] = RUNS,
-    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, which are not counted.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, help="Number of runs, each with new prompts.")] = RUNS,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Warm-up requests, which are not measured.")] = 1,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Every answer has its whole length, where the server knows the field.")
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Generate every answer to its full length, if the server supports the field."
+        ),
     ] = False,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Absent: the server's own.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's own.")] = None,
     o200k_file: Annotated[
         Path | None,
         typer.Option(
             "--o200k",
             metavar="FILE",
-            help="o200k_base.tiktoken: figures in its tokens too. Absent: where tiktoken's cache has it.",
+            help="o200k_base.tiktoken, to report figures in its tokens too. Default: the file in tiktoken's cache.",
         ),
     ] = None,
     seed: Seed = None,
@@ -61,10 +60,10 @@ def bench_leaderboard(
     disable_tqdm: Quiet = False,
     waiting: WaitingFlags,
 ) -> None:
-    """A leaderboard's claim, checked: TTFT, first answer token, output speed, end to end for 500 tokens; P50 of runs.
+    """Checks a leaderboard's claim: TTFT, first answer token, output speed, end to end for 500 tokens; P50 of runs.
 
-    Artificial Analysis' protocol: 10,000 tokens in, 1,500 out, one prompt at a time, none asked twice. What differs
-    from the leaderboard's own setting is said with the figures.
+    Artificial Analysis' protocol: 10,000 tokens in, 1,500 out, one prompt at a time, none sent twice. Differences from
+    the leaderboard's own setting are reported with the figures.
     """
     from redline.cli.bench.leaderboard_run import LeaderboardConfig, run
 

@@ -1,4 +1,4 @@
-"""`redline bench leaderboard` at work: the server is asked, and what came of it is shown and kept."""
+"""Runs `redline bench leaderboard`: sends the prompts, prints and saves the result."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from redline.wire.base import Record
 
 
 class LeaderboardConfig(Record, frozen=True):
-    """What `redline bench leaderboard` is told. input_len, output_len: in the place of a preset's, both or either."""
+    """Configuration of `redline bench leaderboard`. input_len, output_len: override the preset, if given."""
 
     target: Target
     workload: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class LeaderboardConfig(Record, frozen=True):
 
 
 def run(config: LeaderboardConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
+    """Measures, prints, saves. Returns the exit code: 0, 1 if every request failed, 130 after Ctrl-C.
 
     Raises ConfigError.
     """
@@ -54,7 +54,7 @@ def run(config: LeaderboardConfig, console: Console) -> int:
 def asked_for(config: LeaderboardConfig) -> list[Workload]:
     """The workloads of a config. Raises ConfigError."""
     if (config.input_len or config.output_len) and len(config.workload) > 1:
-        raise ConfigError("--input-len and --output-len take the place of one --workload; several were given")
+        raise ConfigError("--input-len and --output-len override one --workload, but several were given")
     found = leaderboard.workloads(config.workload or (leaderboard.DEFAULT,), sorted(set(config.parallel)))
     return [
         Workload(
@@ -89,7 +89,7 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
             )
             for place, workload in enumerate(workloads)
         ]
-        if config.warmups:  # with prompts of their own, which the server need not know later
+        if config.warmups:  # prompts of its own: the measured prompts must not be in the prefix cache
             warm = kept.watched(working, lambda: 0, total, "warm-up: ")
             if warm(target, asked[0][: config.warmups], Pace()).stopped:
                 raise KeyboardInterrupt
@@ -123,13 +123,13 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
     kept.keep(found, config.save, config.html, console)
     show(leaderboard.leaderboard_sections(found), console)
     if stopped:
-        say(console, "stopped: the figures are of what had been answered")
+        say(console, "stopped: the figures cover the answers received so far")
         return INTERRUPTED
     return 0 if any(outcome.good for outcome in outcomes) else 1
 
 
 def body(config: LeaderboardConfig) -> dict[str, Any]:
-    """The fields that a config's flags put into every body."""
+    """The fields that the flags add to the body of every request."""
     found: dict[str, Any] = {}
     if config.ignore_eos:
         found["ignore_eos"] = True

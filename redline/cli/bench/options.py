@@ -1,7 +1,7 @@
-"""The flags that the verbs of `redline bench` share where they measure a server over HTTP.
+"""The flags shared by the `redline bench` commands that measure a server over HTTP.
 
-They have the names of `vllm bench serve`, and are written as its users write them, so that a command line of theirs
-needs one word changed. What of theirs is not served here is refused by name, with what to use instead.
+They have the names and the syntax of `vllm bench serve`, so that one of its command lines works with one word changed.
+A vLLM flag that is not supported here is refused by name, and the error names the alternative.
 """
 
 import base64
@@ -21,41 +21,41 @@ from typer.core import TyperCommand
 from redline.bench.serving.target import Patience, Target
 from redline.errors import ConfigError
 
-SERVER, WAITING = "The server", "How long is waited"
+SERVER, WAITING = "Server", "Timeouts"
 
 BaseUrl = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="The server, such as http://127.0.0.1:8000. Wins over --host and --port.",
+        help="The server, such as http://127.0.0.1:8000. Overrides --host and --port.",
         rich_help_panel=SERVER,
     ),
 ]
 Host = Annotated[str, typer.Option(help="The server's host.", rich_help_panel=SERVER)]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.", rich_help_panel=SERVER)]
 Endpoint = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Absent: the backend's own.", rich_help_panel=SERVER)
+    str | None, typer.Option(metavar="PATH", help="Default: the backend's path.", rich_help_panel=SERVER)
 ]
 Backend = Annotated[
     str | None,
     typer.Option(
         metavar="openai|openai-chat|...",
-        help="How the server is spoken to: completions, chat, or another dialect.",
+        help="API of the server: completions, chat, or another dialect.",
         rich_help_panel=SERVER,
     ),
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="The model's name or folder. Absent: the first that the server lists.", rich_help_panel=SERVER),
+    typer.Option(help="The model's name or folder. Default: the first that the server lists.", rich_help_panel=SERVER),
 ]
 ServedModelName = Annotated[
-    str | None, typer.Option(help="What the server calls the model. Absent: what --model says.", rich_help_panel=SERVER)
+    str | None, typer.Option(help="The model's name on the server. Default: --model.", rich_help_panel=SERVER)
 ]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
         metavar="FOLDER",
-        help="Whose tokens are counted. Absent: --model, where that is a folder.",
+        help="Tokenizer that counts tokens. Default: --model, if that is a folder.",
         rich_help_panel=SERVER,
     ),
 ]
@@ -66,7 +66,7 @@ Header = Annotated[
 ExtraBody = Annotated[
     str | None,
     typer.Option(
-        metavar="JSON", help="Fields of every request's body; they win over other flags.", rich_help_panel=SERVER
+        metavar="JSON", help="Fields for the body of every request; they override other flags.", rich_help_panel=SERVER
     ),
 ]
 Insecure = Annotated[
@@ -77,44 +77,47 @@ ConnectTimeout = Annotated[
 ]
 FirstTokenTimeout = Annotated[
     float,
-    typer.Option(min=0.001, metavar="S", help="Seconds from sending to the first token.", rich_help_panel=WAITING),
+    typer.Option(
+        min=0.001, metavar="S", help="Seconds from sending a request to its first token.", rich_help_panel=WAITING
+    ),
 ]
 SilenceTimeout = Annotated[
     float,
     typer.Option(
-        min=0.001, metavar="S", help="Seconds without a byte of a stream that has begun.", rich_help_panel=WAITING
+        min=0.001, metavar="S", help="Seconds without a byte on a stream that has started.", rich_help_panel=WAITING
     ),
 ]
 RequestTimeout = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds for one request, whole.", rich_help_panel=WAITING)
+    float, typer.Option(min=0.001, metavar="S", help="Seconds for one whole request.", rich_help_panel=WAITING)
 ]
 ReadyTimeout = Annotated[
     float | None,
     typer.Option(
         min=0,
         metavar="S",
-        help="Seconds to wait for the server. Absent: 600 while it loads, 10 where nobody listens.",
+        help="Seconds to wait for the server. Default: 600 while it loads, 10 if connections are refused.",
         rich_help_panel=WAITING,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")]
 
-KEPT = "What is shown and kept"
+KEPT = "Output"
 
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)]
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
 ]
 Seed = Annotated[
-    int | None, typer.Option(min=0, help="Of prompts. Absent: drawn, so that no cache knows them, and kept.")
+    int | None,
+    typer.Option(min=0, help="Seed of the prompts. Default: random, so that no cache has them; saved in the result."),
 ]
 
 
 DatasetName = Annotated[
-    str, typer.Option(metavar="random|sharegpt|custom|prefix_repetition|redline", help="What is asked.")
+    str, typer.Option(metavar="random|sharegpt|custom|prefix_repetition|redline", help="Dataset of the prompts.")
 ]
 DatasetPath = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
+    Path | None, typer.Option(metavar="FILE", help="File of the dataset; for redline also a folder.")
 ]
 
 PATIENCE = Patience()
@@ -122,7 +125,7 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFlags:
-    """Of one server: where it is, how it is spoken to, and who counts its tokens."""
+    """Flags of one server: its address, its API dialect, and the tokenizer that counts its tokens."""
 
     host: Host = "127.0.0.1"
     port: Port = 8000
@@ -137,7 +140,7 @@ class ServerFlags:
 
     @property
     def vocabulary(self) -> str | None:
-        """The folder whose vocabulary counts tokens: --tokenizer, or --model where that is one; None: nobody's."""
+        """The folder of the tokenizer that counts tokens: --tokenizer, or --model if that is a folder; else None."""
         return self.tokenizer or (self.model if self.model and Path(self.model).is_dir() else None)
 
     def target(
@@ -148,7 +151,7 @@ class ServerFlags:
         body: dict[str, Any] | None = None,
         otherwise: str = "openai-chat",
     ) -> Target:
-        """As `target_of`."""
+        """`target_of` for these flags."""
         return target_of(
             base_url=base_url,
             host=self.host,
@@ -168,7 +171,7 @@ class ServerFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WaitingFlags:
-    """How long is waited: for a server that starts, and for each step of a request."""
+    """Timeouts: for a server that starts, and for each phase of a request."""
 
     ready_check_timeout_sec: ReadyTimeout = None
     connect_timeout_sec: ConnectTimeout = PATIENCE.connect
@@ -178,7 +181,7 @@ class WaitingFlags:
 
     @property
     def patience(self) -> Patience:
-        """Those of a request."""
+        """The timeouts of a request."""
         return Patience(
             connect=self.connect_timeout_sec,
             first=self.first_token_timeout_sec,
@@ -188,7 +191,7 @@ class WaitingFlags:
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb as typer reads it: each parameter that is a group of flags stands for all of its fields, in its place."""
+    """The command with typer's signature: each parameter that is a group of flags is replaced by the group's fields."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, type[Any]] = {}
     flags: list[inspect.Parameter] = []
@@ -215,49 +218,49 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     return typed
 
 
-# Options of vLLM's that take several values behind one name.
+# vLLM options that take several values after one name.
 MANY = ("--header", "--metadata", "--goodput")
-# Flags of `vllm bench serve` that are not served, and what to do instead.
+# Flags of `vllm bench serve` that are not supported, and the alternative.
 REFUSED = {
     "--profile": "profile the server with its own tools",
-    "--lora-modules": "name one of them with --model, a run for each",
-    "--lora-assignment": "name one of them with --model, a run for each",
-    "--use-beam-search": "give the server's own field with --extra-body",
-    "--probe-request-rate": "run a second `redline bench serve` with --request-rate beside this one",
+    "--lora-modules": "name one adapter with --model, and run once per adapter",
+    "--lora-assignment": "name one adapter with --model, and run once per adapter",
+    "--use-beam-search": "set the server's own field with --extra-body",
+    "--probe-request-rate": "run a second `redline bench serve` with --request-rate at the same time",
     "--append-result": "give each run a --result-filename; `redline bench report` puts several on one page",
-    "--plot-timeline": "--html FILE has the timeline, among other plots",
-    "--timeline-itl-thresholds": "--html FILE has the gaps themselves",
-    "--plot-dataset-stats": "the saved result has the lengths of each request",
-    "--self-timed": "give a rate with --request-rate",
-    "--no-self-timed": "leave it out, there are no timed traces here",
+    "--plot-timeline": "--html FILE contains the timeline",
+    "--timeline-itl-thresholds": "--html FILE contains the inter-token latencies",
+    "--plot-dataset-stats": "the saved result contains the lengths of each request",
+    "--self-timed": "set a rate with --request-rate",
+    "--no-self-timed": "leave it out; timed traces are not supported",
     "--tokenizer-mode": "leave it out; --tokenizer names a folder with the vocabulary",
-    "--trust-remote-code": "leave it out: no code of a checkpoint is run",
+    "--trust-remote-code": "leave it out: code from a checkpoint is never run",
     "--no-stream": "leave it out: a dataset is a file",
-    "--request-id-prefix": "give a header with --header",
+    "--request-id-prefix": "set a header with --header",
     "--random-batch-size": "leave it out: embeddings are not measured",
     "--no-reranker": "leave it out: rerankers are not measured",
-    "--chat-template-kwargs": "give them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
-    "--skip-chat-template": "leave it out: no template is put around a prompt here",
+    "--chat-template-kwargs": "send them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
+    "--skip-chat-template": "leave it out: no chat template is applied by this client",
 }
-# Groups of flags of datasets that are not read here, by how they begin.
+# Prefixes of the flags of datasets that are not supported.
 REFUSED_DATASETS = (
     "--hf-", "--random-mm-", "--sonnet-", "--blazedit-", "--spec-bench-", "--speed-bench-", "--timed-trace-", "--asr-",
 )  # fmt: skip
 
 
 class PeerCommand(TyperCommand):
-    """A verb whose command line may be one of `vllm bench serve`."""
+    """A command that accepts command lines of `vllm bench serve`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does, after `as_ours`. Raises ConfigError for a flag of vLLM's that is not served."""
+        """typer's parser, after `as_ours`. Raises ConfigError for a vLLM flag that is not supported."""
         known = {name for option in self.params for name in option.opts}
         return super().parse_args(ctx, as_ours(args, known))
 
 
 def as_ours(words: Sequence[str], known: set[str]) -> list[str]:
-    """A command line of vLLM's, as typer reads it: underscores in flags, and several values behind one flag.
+    """Converts a vLLM command line to typer's form: dashes for underscores in flags, one flag per value.
 
-    known: flags that the verb has. Raises ConfigError for a flag of vLLM's that it does not have.
+    known: flags of the command. Raises ConfigError for a vLLM flag that the command does not have.
     """
     found: list[str] = []
     option, fresh = "", False
@@ -280,9 +283,9 @@ def as_ours(words: Sequence[str], known: set[str]) -> list[str]:
 
 def _refuse(name: str) -> None:
     if name in REFUSED:
-        raise ConfigError(f"{name} of vLLM's is not served here: {REFUSED[name]}")
+        raise ConfigError(f"{name} of vLLM is not supported here: {REFUSED[name]}")
     if name.startswith(REFUSED_DATASETS):
-        raise ConfigError(f"{name} of vLLM's is not served here: write the requests as JSONL, --dataset-name custom")
+        raise ConfigError(f"{name} of vLLM is not supported here: write the requests as JSONL, --dataset-name custom")
 
 
 def target_of(
@@ -301,10 +304,10 @@ def target_of(
     patience: Patience | None = None,
     otherwise: str = "openai-chat",
 ) -> Target:
-    """The server that flags speak of; its key is that of OPENAI_API_KEY or REDLINE_API_KEY.
+    """The server that the flags describe. Its API key comes from OPENAI_API_KEY or REDLINE_API_KEY.
 
-    body: fields that other flags give; those of extra_body win. otherwise: the backend where neither --backend nor
-    --endpoint says one. Raises ConfigError, naming the flag.
+    body: fields set by other flags; those of extra_body override them. otherwise: the backend if neither --backend nor
+    --endpoint names one. Raises ConfigError, naming the flag.
     """
     url, basic = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", dict[str, str]()
     if base_url is not None:
@@ -317,7 +320,7 @@ def target_of(
     spoken = "openai-chat" if path.endswith("/chat/completions") else "openai" if path.endswith("/completions") else ""
     key = os.environ.get("OPENAI_API_KEY") or os.environ.get("REDLINE_API_KEY")
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError("the key in the environment: a key has letters, digits and signs of ASCII alone")
+        raise ConfigError("the API key in the environment may contain printable ASCII characters only")
     return Target(
         base_url=url,
         backend=backend or spoken or otherwise,
@@ -332,20 +335,20 @@ def target_of(
 
 
 def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
-    """KEY=VALUE words as a dict. Raises ConfigError for a word that is none."""
+    """KEY=VALUE words as a dict. Raises ConfigError for a word of another form."""
     found: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"{flag} {word!r}: expected KEY=VALUE")
         if not (word.isprintable() or flag != "--header"):
-            raise ConfigError(f"{flag} {key!r}: a header holds no control characters")
+            raise ConfigError(f"{flag} {key!r}: a header may not contain control characters")
         found[key.strip()] = value.strip()
     return found
 
 
 def json_object(flag: str, text: str | None) -> dict[str, Any]:
-    """A flag's JSON object; {} where it is not given. Raises ConfigError for anything else."""
+    """A flag's JSON object; {} if the flag is not given. Raises ConfigError for anything else."""
     if text is None:
         return {}
     try:
@@ -355,7 +358,7 @@ def json_object(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def goals(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """NAME:MILLISECONDS words of --goodput. Raises ConfigError."""
+    """Parses the NAME:MILLISECONDS words of --goodput. Raises ConfigError."""
     found: dict[str, float] = {}
     for word in words:
         name, colon, value = word.partition(":")
@@ -372,7 +375,7 @@ def goals(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
 
 
 def choices(flag: str, words: str | None, names: Sequence[str]) -> tuple[str, ...]:
-    """Names with commas between them; none where the flag is not given. Raises ConfigError."""
+    """Parses comma-separated names; () if the flag is not given. Raises ConfigError."""
     found = tuple(word.strip() for word in (words or "").split(",") if word.strip())
     for name in found:
         if name not in names:
@@ -381,7 +384,7 @@ def choices(flag: str, words: str | None, names: Sequence[str]) -> tuple[str, ..
 
 
 def percentiles(words: str) -> tuple[float, ...]:
-    """The numbers of --metric-percentiles. Raises ConfigError."""
+    """Parses the numbers of --metric-percentiles. Raises ConfigError."""
     try:
         found = tuple(float(word) for word in words.split(","))
     except ValueError:
@@ -392,15 +395,14 @@ def percentiles(words: str) -> tuple[float, ...]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a sentence has them."""
     return ", ".join(names)
 
 
 def address(given: str, flag: str = "--base-url") -> tuple[str, dict[str, str]]:
-    """Scheme, host, port and path, without a slash or /v1 at its end; and the header of a user and password in it.
+    """Splits an address into scheme, host, port and path, without a trailing slash or /v1, and a Basic auth header.
 
-    Those stand in no address from here on, so that none that is shown or kept has them. Raises ConfigError, which names
-    the flag.
+    The header carries the user and password of the address. They are removed from the address itself, so that they are
+    never printed or saved. Raises ConfigError, which names the flag.
     """
     text = given.strip() if "://" in given else f"http://{given.strip()}"
     try:

@@ -20,23 +20,23 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
-READ_BYTES = 4 << 30  # that are read to measure bandwidth: far more than any cache holds
+READ_BYTES = 4 << 30  # bytes read to measure bandwidth: far more than any cache holds
 
 
 class PrefillConfig(Record, frozen=True):
-    """What `redline bench prefill` is told; a case for each of tokens x start."""
+    """Configuration of `redline bench prefill`, which measures each tokens x start."""
 
-    tokens: tuple[int, ...] = (8192,)  # of the chunk
-    start: tuple[int, ...] = (0,)  # tokens of the prompt before it
-    ranks: int = 1  # GPUs that share the layer
-    repeats: int = 7  # timed runs of each figure
+    tokens: tuple[int, ...] = (8192,)  # tokens of the chunk
+    start: tuple[int, ...] = (0,)  # tokens of the prompt before the chunk
+    ranks: int = 1  # tensor parallel ranks
+    repeats: int = 7  # timed runs per figure
     save: str | None = None
 
 
 def bench_prefill(config: PrefillConfig, console: Console) -> int:
-    """Measures a layer over chunks, prints and saves; the exit code: 0, or 130 after Ctrl-C.
+    """Measures a layer over prefill chunks, prints and saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
-    Raises ConfigError before anything is measured, and RedlineError behind the result where ranks do not agree.
+    Raises ConfigError before anything is measured, and RedlineError after the result is saved if ranks disagree.
     """
     if config.save is not None:
         check_output(Path(config.save))
@@ -58,7 +58,7 @@ def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int
             cases.append(case)
             working.show(len(cases), total)
     if own_rank():
-        return 0  # rank 0 judges what all have measured, once it is saved
+        return 0  # rank 0 prints, saves and checks the cases of all ranks
     show(cases, device_name(device), config.ranks, machine.flops_per_s, console)
     if config.save is not None:
         record = {
@@ -76,13 +76,13 @@ def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int
 
 
 def show(cases: Sequence[PrefillCase], gpu: str, ranks: int, flops_per_s: float, console: Console) -> None:
-    """A table of each case: the layer, then its parts."""
+    """Prints a table per case: the layer, then its parts."""
     for case in cases:
         over = "" if ranks == 1 else f", {ranks} ranks"
         table = Table(
             title=f"prefill, one layer of kimi-k2.6 on {gpu}{over}: {case.tokens:,} tokens from {case.start:,}",
-            caption=f"floor: operations over {flops_per_s / 1e12:.0f} TFLOP/s (measured here, now); layer: one of "
-            f"{LAYERS} in a row; parts: each alone",
+            caption=f"floor: operations over {flops_per_s / 1e12:.0f} TFLOP/s (measured in this run); layer: mean of "
+            f"{LAYERS} run in sequence; parts: each timed alone",
         )
         for name in ("part", "ms", "floor ms", "floor/time", "TFLOP/s"):
             table.add_column(name, justify="left" if name == "part" else "right")
@@ -108,8 +108,8 @@ def _of_ranks(case: PrefillCase) -> list[str]:
         return []
     by_parts = ", ".join(f"{ms:.2f} ms in {count}" for count, ms in case.ms_by_parts.items())
     half, most, all_rows = (f"{each:.1e}" for each in case.apart)
-    bits = "the same" if case.same_bits else "other"
+    bits = "the same" if case.same_bits else "different"
     return [
         f"rows divided     by parts: {by_parts}; rows whole: {case.ms_whole:.2f} ms",
-        f"rows apart       half at most {half} from whole ones, 99 % {most}, all {all_rows}; {bits} bits on all ranks",
+        f"rows apart       relative error: half at most {half}, 99 % {most}, all {all_rows}; {bits} bits on all ranks",
     ]

@@ -12,11 +12,11 @@ from redline.errors import ConfigError
 def bench_report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE...", help="Results that verbs of `redline bench` or `vllm bench serve` saved."),
+        typer.Argument(metavar="FILE...", help="Results saved by `redline bench` or `vllm bench serve`."),
     ],
-    html: Annotated[Path | None, typer.Option(help="Write one page with all of them, which needs no network.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page with all results, which needs no network.")] = None,
 ) -> None:
-    """Saved results again: tables here, plots on a page; what can be compared stands first."""
+    """Shows saved results: tables in the terminal, plots on a page; comparable results come first."""
     from redline.bench.serving import saved
     from redline.bench.serving.report import compared, names_of, page_of, sections_of
     from redline.cli.bench.show import show
@@ -25,7 +25,7 @@ def bench_report(
     if html is not None:
         check_output(html)
         if html.resolve() in {path.resolve() for path in files}:
-            raise ConfigError(f"--html {html}: is one of the results that are shown; name another file")
+            raise ConfigError(f"--html {html}: is one of the given results; name another file")
     results = [(path.stem, saved.read(path)) for path in files]
     console = plain_console()
     if beside := compared(results):

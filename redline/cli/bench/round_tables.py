@@ -42,17 +42,17 @@ GOLDEN_NAME = "golden"
 
 
 class RoundsConfig(Record, frozen=True):
-    """What `redline bench decode --draft-shape` is told: a case for each of batch x k x context."""
+    """Configuration of `redline bench decode --draft-shape`, which measures each batch x k x context."""
 
-    step: DepthConfig  # its tokens are 1 + k
+    step: DepthConfig  # its `tokens` is set to 1 + k
     draft_shape: str
-    k: tuple[int, ...] = (1, 2, 3, 4)  # drafts of a round
-    draft_head_bits: int = 16  # of the drafter's head: 16, or 8
-    accept: str = GOLDEN_NAME  # mean tokens of a round by k; or, of one k, a length or rates (`tune.synthetic`)
+    k: tuple[int, ...] = (1, 2, 3, 4)  # draft tokens per round
+    draft_head_bits: int = 16  # bits per weight of the drafter's head: 16 or 8
+    accept: str = GOLDEN_NAME  # mean tokens per round by k; or, for one k, a length or rates (`tune.synthetic`)
 
 
 def bench_rounds(config: RoundsConfig, console: Console) -> int:
-    """Measures rounds of a shape, prints and saves case by case; the exit code: 0, or 130 after Ctrl-C.
+    """Measures rounds of a shape, prints and saves case by case. Returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises ConfigError.
     """
@@ -73,13 +73,13 @@ def _bench_cases(
     if save is not None:
         check_output(save)
         if save.exists():
-            read(save, RoundRecord)  # so that a file of something else is said before minutes of measuring
-    kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
+            read(save, RoundRecord)  # reject a file of another kind before minutes of measuring
+    kept = "nothing was saved" if save is None else f"{save} contains the cases measured so far"
     return until_interrupted(lambda: _bench_rounds(config, measured, device, save, console, group), console, kept)
 
 
 def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
-    """The cases that a config asks for, context by context. forced: as in `step_tables.cases`.
+    """The cases of a config, context by context. forced: as in `step_tables.cases`.
 
     Raises ConfigError, before anything is built.
     """
@@ -92,11 +92,13 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
         asked = msgspec.structs.replace(config.step, context=(context,), batch=(rows,), tokens=(1 + k,))
         (depth,) = cases(asked, forced=forced)
         if rows > MOST_ROWS or k > MOST_DRAFTS:
-            raise ConfigError(f"{rows} rows with --k {k}: a round has up to {MOST_ROWS} rows and {MOST_DRAFTS} drafts")
+            raise ConfigError(
+                f"{rows} rows with --k {k}: a round has at most {MOST_ROWS} rows and {MOST_DRAFTS} draft tokens"
+            )
         if forced and rows * depth.tokens > most_decoded(depth.config, depth.ranks):
             raise ConfigError(
-                f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; the GPU's decode kernels, which alone are "
-                f"recorded, take up to {most_decoded(depth.config, depth.ranks)} of {depth.shape}"
+                f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; a CUDA graph contains the decode "
+                f"kernels, which take at most {most_decoded(depth.config, depth.ranks)} for {depth.shape}"
             )
         drafter, rates = Eagle3Config.for_target(depth.config), _rates(config, k)
         found.append(RoundCase(depth=depth, drafter=drafter, rates=rates, head_bits=config.draft_head_bits))
@@ -106,10 +108,12 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
 def _rates(config: RoundsConfig, k: int) -> tuple[float, ...]:
     if config.accept == GOLDEN_NAME:
         if k > len(GOLDEN):
-            raise ConfigError(f"accept is golden, which has lengths for --k 1 to {len(GOLDEN)}; give a length for {k}")
+            raise ConfigError(
+                f"accept is golden, which covers --k 1 to {len(GOLDEN)}; give an acceptance length for {k}"
+            )
         return rates_of(GOLDEN[k - 1], k, "accept")
     if len(config.k) != 1:
-        raise ConfigError(f"accept is {config.accept}, of one --k; {len(config.k)} were given, for which it is golden")
+        raise ConfigError(f"accept is {config.accept}, which needs one --k, but {len(config.k)} were given; use golden")
     return rates_of(read_acceptance(config.accept, "accept"), k, "accept")
 
 
@@ -148,7 +152,7 @@ def _bench_rounds(
         except torch.OutOfMemoryError as error:
             raise memory.refusal(free) from error
         finally:
-            if records:  # of an interrupted run too
+            if records:  # an interrupted run prints its finished cases too
                 _print(records, hosts, machine, console)
         if save is not None:
             say(console, f"added to {save}", "dim")
@@ -158,14 +162,14 @@ def _bench_rounds(
 
 
 def _memory(case: RoundCase, repeats: int) -> Memory:
-    """The drafter's weights lie there twice while they are laid out: whole, and as the rank's part."""
+    """While loading, the drafter's weights are in memory twice: whole, and as this rank's shard."""
     grows = case.reach(repeats) - case.depth.context - case.depth.tokens
     numbers = 2 * drafter_weights(case.drafter) - left_out(case.drafter, case.depth.ranks)
     return Memory(case.depth, 2 * numbers, grows)
 
 
 def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Eagle3]:
-    """The target and the drafter of all cases, which differ in rows, tokens and context alone."""
+    """The target and the drafter of all cases, which differ only in rows, tokens and context."""
     most = max(case.depth.rows * case.depth.tokens for case in measured)
     first = measured[0]
 
@@ -179,32 +183,32 @@ def _models(measured: Sequence[RoundCase], device: torch.device, working: Workin
 
 
 def _release(device: torch.device) -> None:
-    gc.collect()  # the case before holds its own recordings
+    gc.collect()  # the previous case holds CUDA graphs
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
-    """Adds the case to the file, and draws its trace beside it."""
+    """Appends the case to the file, and draws its trace into the same folder."""
     if save is None:
         return
     append(save, record)
     if timing.trace is not None and find_spec("matplotlib") is not None:
         case = f"{record.rows} rows, k {record.k}, routing {record.routing}, head in {record.draft_head_bits} bits"
-        what = f"{record.shape} on {record.gpu}: {case}, {record.ms:.2f} ms a round, idle {record.idle_share:.1%}"
+        what = f"{record.shape} on {record.gpu}: {case}, {record.ms:.2f} ms per round, idle {record.idle_share:.1%}"
         name = f"{record.rows}-rows-k{record.k}-{record.routing.replace(' ', '-')}-{record.draft_head_bits}-bits"
         draw(timing.trace, record.ms, what, save.with_name(f"{save.stem}-{name}.png"))
 
 
 def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Machine, console: Console) -> None:
-    """hosts: milliseconds in which each case's round was enqueued."""
+    """hosts: milliseconds that the host took to enqueue each case's round."""
     first = records[0]
     table = Table(
         title=f"rounds, {first.shape} on {machine.name}: {first.layers} layers, {first.kv_dtype} pages, "
         f"routing {first.routing}, drafter's head in {first.draft_head_bits} bits",
         caption=f"floor: {machine.bytes_per_s / 1e9:.1f} GB/s or {machine.flops_per_s / 1e12:.2f} TFLOP/s, the larger "
-        "(both measured here, now); none: ms of a step without drafts; x: tokens/s over those; host: ms in which a "
-        "round's copies and pieces are enqueued",
+        "(both measured in this run); none: ms of a step without drafts; x: speedup in tokens/s over it; host: ms to "
+        "enqueue a round's copies and CUDA graphs",
     )
     whole, parts = (
         ("context", "rows", "k", "accept", "ms", "p10", "p90", "floor"),

@@ -1,4 +1,4 @@
-"""`redline bench serve`: the flags of `vllm bench serve`, and what becomes of them."""
+"""`redline bench serve`: the flags of `vllm bench serve`, and the config that is built from them."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ from redline.cli.bench.options import (
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
-DATA, TRAFFIC, SAMPLING, RESULT = "What is asked", "How hard", "Sampling", "What is shown and kept"
+DATA, TRAFFIC, SAMPLING, RESULT = "Dataset", "Traffic", "Sampling", "Output"
 
 
 @grouped
@@ -34,7 +34,7 @@ def bench_serve(
         bool,
         typer.Option(
             "--skip-tokenizer-init",
-            help="Count no text here; trust what the server counts.",
+            help="Load no tokenizer; use the token counts that the server reports.",
             rich_help_panel=SERVER,
         ),
     ] = False,
@@ -42,7 +42,7 @@ def bench_serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A known setting, such as lambda or chat; other flags win over it.",
+            help="A known setting, such as lambda or chat; other flags override it.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -50,197 +50,211 @@ def bench_serve(
         str | None,
         typer.Option(
             metavar="random|sharegpt|custom|prefix_repetition|redline",
-            help="What is asked. Absent: random.",
+            help="Dataset of the prompts. Default: random.",
             rich_help_panel=DATA,
         ),
     ] = None,
     dataset_path: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Of a dataset that is a file.", rich_help_panel=DATA)
+        str | None, typer.Option(metavar="FILE", help="File of the dataset.", rich_help_panel=DATA)
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests. Absent: 1000.", rich_help_panel=DATA)
+        int | None, typer.Option(min=1, help="Number of requests. Default: 1000.", rich_help_panel=DATA)
     ] = None,
     input_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a prompt: another name of --random-input-len.", rich_help_panel=DATA),
+        typer.Option(min=1, help="Tokens per prompt: another name for --random-input-len.", rich_help_panel=DATA),
     ] = None,
     output_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of an answer, at most, of whichever dataset.", rich_help_panel=DATA),
+        typer.Option(min=1, help="Maximum tokens per answer, for any dataset.", rich_help_panel=DATA),
     ] = None,
     random_input_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a random prompt. Absent: 1024.", rich_help_panel=DATA)
+        int | None, typer.Option(min=1, help="Tokens per random prompt. Default: 1024.", rich_help_panel=DATA)
     ] = None,
     random_output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer to it. Absent: 128.", rich_help_panel=DATA)
+        int | None,
+        typer.Option(min=1, help="Tokens per answer to a random prompt. Default: 128.", rich_help_panel=DATA),
     ] = None,
     random_range_ratio: Annotated[
         float | None,
-        typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R). Absent: 0.", rich_help_panel=DATA),
+        typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R). Default: 0.", rich_help_panel=DATA),
     ] = None,
     random_prefix_len: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="Tokens before those, the same in every random prompt. Absent: 0.", rich_help_panel=DATA
-        ),
+        typer.Option(min=0, help="Tokens of a prefix that all random prompts share. Default: 0.", rich_help_panel=DATA),
     ] = None,
     sharegpt_output_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of an answer. Absent: those of the answer in the file.", rich_help_panel=DATA),
+        typer.Option(
+            min=1, help="Tokens per answer. Default: the length of the answer in the file.", rich_help_panel=DATA
+        ),
     ] = None,
     custom_output_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of an answer. Absent: what a line says, else 256.", rich_help_panel=DATA),
+        typer.Option(
+            min=1, help="Tokens per answer. Default: the length given in the line, else 256.", rich_help_panel=DATA
+        ),
     ] = None,
     prefix_repetition_prefix_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of a shared prefix. Absent: 256.", rich_help_panel=DATA)
+        int | None, typer.Option(min=0, help="Tokens per shared prefix. Default: 256.", rich_help_panel=DATA)
     ] = None,
     prefix_repetition_suffix_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens after it. Absent: 256.", rich_help_panel=DATA)
+        int | None, typer.Option(min=0, help="Tokens after the prefix. Default: 256.", rich_help_panel=DATA)
     ] = None,
     prefix_repetition_num_prefixes: Annotated[
-        int | None, typer.Option(min=1, help="Prefixes. Absent: 10.", rich_help_panel=DATA)
+        int | None, typer.Option(min=1, help="Number of prefixes. Default: 10.", rich_help_panel=DATA)
     ] = None,
     prefix_repetition_output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer. Absent: 128.", rich_help_panel=DATA)
+        int | None, typer.Option(min=1, help="Tokens per answer. Default: 128.", rich_help_panel=DATA)
     ] = None,
     no_oversample: Annotated[
         bool,
         typer.Option(
-            "--no-oversample", help="Ask no prompt of a file twice, even if it has too few.", rich_help_panel=DATA
+            "--no-oversample",
+            help="Send no prompt of a file twice, even if the file has too few.",
+            rich_help_panel=DATA,
         ),
     ] = False,
     skip_chat_template: Annotated[
         bool,
         typer.Option(
             "--skip-chat-template",
-            help="Put no chat template around a prompt here: none ever is, so the flag changes nothing.",
+            help="Accepted and ignored: this client never applies a chat template.",
             rich_help_panel=DATA,
         ),
     ] = False,
     disable_shuffle: Annotated[
-        bool, typer.Option("--disable-shuffle", help="Ask in the order of the file.", rich_help_panel=DATA)
+        bool, typer.Option("--disable-shuffle", help="Send prompts in the order of the file.", rich_help_panel=DATA)
     ] = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of prompts and of times of arrival. Absent: 0.", rich_help_panel=DATA)
+        int | None, typer.Option(min=0, help="Seed of prompts and arrival times. Default: 0.", rich_help_panel=DATA)
     ] = None,
     request_rate: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Requests/s on average. inf: as soon as a place is free. Absent: inf.", rich_help_panel=TRAFFIC
+            min=0,
+            help="Mean requests/s. inf: send as soon as --max-concurrency allows. Default: inf.",
+            rich_help_panel=TRAFFIC,
         ),
     ] = None,
     burstiness: Annotated[
         float | None,
         typer.Option(
-            min=0, help="1: a Poisson process; less: bursts; more: an even rate. Absent: 1.", rich_help_panel=TRAFFIC
+            min=0, help="1: a Poisson process; less: bursts; more: an even rate. Default: 1.", rich_help_panel=TRAFFIC
         ),
     ] = None,
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests at once. Absent: as many as come.", rich_help_panel=TRAFFIC)
+        int | None, typer.Option(min=1, help="Maximum concurrent requests. Default: no limit.", rich_help_panel=TRAFFIC)
     ] = None,
     ramp_up_strategy: Annotated[
         str | None,
         typer.Option(metavar="linear|exponential", help="A rate that changes over the run.", rich_help_panel=TRAFFIC),
     ] = None,
     ramp_up_start_rps: Annotated[
-        float | None, typer.Option(min=0, help="Requests/s at its beginning.", rich_help_panel=TRAFFIC)
+        float | None, typer.Option(min=0, help="Requests/s at the start of the ramp.", rich_help_panel=TRAFFIC)
     ] = None,
     ramp_up_end_rps: Annotated[
-        float | None, typer.Option(min=0, help="Requests/s at its end.", rich_help_panel=TRAFFIC)
+        float | None, typer.Option(min=0, help="Requests/s at the end of the ramp.", rich_help_panel=TRAFFIC)
     ] = None,
     num_warmups: Annotated[
-        int | None, typer.Option(min=0, help="Requests before, which are not counted.", rich_help_panel=TRAFFIC)
+        int | None, typer.Option(min=0, help="Warm-up requests, which are not measured.", rich_help_panel=TRAFFIC)
     ] = None,
     max_seconds: Annotated[
         float | None,
         typer.Option(
-            min=0.001, metavar="S", help="End the run after so long; what has come counts.", rich_help_panel=TRAFFIC
+            min=0.001,
+            metavar="S",
+            help="End the run after this many seconds and report the answers received so far.",
+            rich_help_panel=TRAFFIC,
         ),
     ] = None,
     ignore_eos: Annotated[
         bool,
         typer.Option(
             "--ignore-eos",
-            help="Every answer has its whole length. Random prompts ask so anyway.",
+            help="Generate every answer to its full length. Random prompts always do.",
             rich_help_panel=SAMPLING,
         ),
     ] = False,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(min=0, help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
     top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(min=0, max=1, help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)] = None,
     min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(min=0, max=1, help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
     frequency_penalty: Annotated[
-        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
     presence_penalty: Annotated[
-        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
     ] = None,
     logprobs: Annotated[
-        int | None, typer.Option(min=0, help="Log probabilities of each token.", rich_help_panel=SAMPLING)
+        int | None, typer.Option(min=0, help="Number of log probabilities per token.", rich_help_panel=SAMPLING)
     ] = None,
     goodput: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME:MS",
-            help="Bounds that a good request keeps: ttft:500 tpot:20 e2el:10000.",
+            help="SLO targets that a good request meets: ttft:500 tpot:20 e2el:10000.",
             rich_help_panel=RESULT,
         ),
     ] = None,
     percentile_metrics: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Which latencies, with commas. Absent: all that apply.", rich_help_panel=RESULT
+            metavar="NAMES",
+            help="Latencies to report, comma-separated. Default: all that apply.",
+            rich_help_panel=RESULT,
         ),
     ] = None,
     metric_percentiles: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Which percentiles of them, with commas.", rich_help_panel=RESULT)
+        str, typer.Option(metavar="NUMBERS", help="Percentiles to report, comma-separated.", rich_help_panel=RESULT)
     ] = "50,90,99",
     save_result: Annotated[
         bool,
-        typer.Option(
-            "--save-result", help="Write the result as JSON, a row for each request in it.", rich_help_panel=RESULT
-        ),
+        typer.Option("--save-result", help="Write the result as JSON, with a row per request.", rich_help_panel=RESULT),
     ] = False,
     save_detailed: Annotated[
         bool,
-        typer.Option("--save-detailed", help="With texts, and with vLLM's lists per request.", rich_help_panel=RESULT),
+        typer.Option("--save-detailed", help="Save texts and vLLM's per-request lists too.", rich_help_panel=RESULT),
     ] = False,
     result_dir: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where the result goes. Absent: here.", rich_help_panel=RESULT)
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder of the result. Default: the current one.", rich_help_panel=RESULT),
     ] = None,
     result_filename: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Its name. Absent: made of label, rate, model and time.", rich_help_panel=RESULT
+            metavar="FILE",
+            help="Name of the result file. Default: made of label, rate, model and time.",
+            rich_help_panel=RESULT,
         ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=RESULT)
     ] = None,
     label: Annotated[
-        str | None, typer.Option(help="A name of this run. Absent: the backend.", rich_help_panel=RESULT)
+        str | None, typer.Option(help="A name for this run. Default: the backend.", rich_help_panel=RESULT)
     ] = None,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Kept in the result (repeatable).", rich_help_panel=RESULT),
+        typer.Option(metavar="KEY=VALUE", help="Saved in the result (repeatable).", rich_help_panel=RESULT),
     ] = None,
     disable_tqdm: Quiet = False,
     waiting: WaitingFlags,
 ) -> None:
     """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
 
-    TTFT, TPOT, ITL and E2EL with mean, median and percentiles; thinking and answer apart; what the server counts held
-    against what it streamed; how busy this client was. The key is that of OPENAI_API_KEY or REDLINE_API_KEY.
+    Reports TTFT, TPOT, ITL and E2EL with mean, median and percentiles; thinking and answer separately; the server's
+    token counts compared with its stream; and the load of this client. The API key is read from OPENAI_API_KEY or
+    REDLINE_API_KEY.
     """
     from redline.bench.serving.metrics import NAMES, SLOS
     from redline.bench.serving.presets import with_preset
@@ -320,12 +334,12 @@ def bench_serve(
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Only those that were given."""
+    """The flags that were given."""
     return {name: value for name, value in flags.items() if value is not None}
 
 
 def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: float | None) -> Ramp | None:
-    """A ramp from its three flags, of which all or none are given. Raises ConfigError."""
+    """A ramp from its three flags: all or none of them must be given. Raises ConfigError."""
     if strategy is None:
         if start is not None or end is not None:
             raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear|exponential")
@@ -338,7 +352,7 @@ def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: 
         raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
     if end < start or not end or (strategy == "exponential" and not start):
         raise ConfigError(
-            f"--ramp-up-start-rps {start:g}, --ramp-up-end-rps {end:g}: a ramp goes up, from above 0 "
-            "where it is exponential"
+            f"--ramp-up-start-rps {start:g}, --ramp-up-end-rps {end:g}: a ramp must go up, and an exponential "
+            "ramp must start above 0"
         )
     return Ramp(strategy=strategy, start=start, end=end)

@@ -1,4 +1,4 @@
-"""`redline bench serve` at work: the server is waited for and asked, and what came of it is shown and kept."""
+"""Runs `redline bench serve`: waits for the server, sends the requests, prints and saves the result."""
 
 import datetime
 import sys
@@ -34,7 +34,10 @@ OF_SCHEDULE = ("ttft_from_schedule", "e2el_from_schedule", "client_queue_time")
 
 
 class ServeConfig(Record, frozen=True):
-    """What `redline bench serve` is told. latencies: names of metrics.NAMES; (): all that apply. tokenizer: a path."""
+    """Configuration of `redline bench serve`.
+
+    latencies: names of metrics.NAMES; (): all that apply. tokenizer: a path.
+    """
 
     target: Target
     pace: Pace
@@ -56,7 +59,10 @@ class ServeConfig(Record, frozen=True):
 
 
 def bench_serve(config: ServeConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C. Raises ConfigError."""
+    """Measures, prints, saves. Returns the exit code: 0, 1 if every request failed, 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
     now = datetime.datetime.now()
     if config.html is not None:
         check_output(Path(config.html))
@@ -73,7 +79,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     if path is not None:
         check_output(path)
         if config.html is not None and Path(config.html).resolve() == path.resolve():
-            raise ConfigError(f"--html {config.html}: the result is written there; name another file")
+            raise ConfigError(f"--html {config.html}: the result is written to this path; name another file")
     notes: list[str] = []
     with Working("prompts", shown=not config.quiet) as working:
         wanted = config.dataset.num_prompts
@@ -82,7 +88,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         pace = msgspec.structs.replace(config.pace, warmups=max(0, len(requests) - wanted))
         if pace.warmups < config.pace.warmups:
             few = f"{pace.warmups} of {config.pace.warmups}"
-            notes.append(f"{few} warm-ups were asked: the dataset has no more prompts than are measured")
+            notes.append(f"{few} warm-up requests were sent: the dataset has no other prompts than the measured ones")
         before = ready.drafting(target)
         working.show(0, len(requests) - pace.warmups, what="requests")
         run = run_load(target, requests, pace, lambda live: _watch(working, live))
@@ -120,20 +126,20 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
 
 
 def named(target: Target, listed: Sequence[str], tell: Callable[[str], object]) -> Target:
-    """The target with its model: the first that the server lists, where none is named. Raises ConfigError for none."""
+    """The target with its model; if it names none, the first that the server lists. Raises ConfigError for no model."""
     if not target.model:
         if not listed:
             raise ConfigError(f"{target.base_url} lists no model under /v1/models; name one with --model")
         return msgspec.structs.replace(target, model=listed[0])
     if listed and target.model not in listed:
-        tell(f"the server lists {', '.join(listed[:5])}, and not {target.model}: see --served-model-name")
+        tell(f"the server lists {', '.join(listed[:5])}, but not {target.model}: see --served-model-name")
     return target
 
 
 def measured(run: Run, config: ServeConfig, vocabulary: Vocabulary | None) -> dict[str, Any]:
-    """`metrics.figures` of those latencies that were asked for, or of all that apply."""
+    """`metrics.figures` of the configured latencies, or of all that apply."""
     names = list(config.latencies)
-    if names and scheduled(config.pace):  # else what is told of coordinated omission would have no figures
+    if names and scheduled(config.pace):  # the remark on coordinated omission needs these figures
         names += [f"{name}_from_schedule" for name in ("ttft", "e2el") if name in names]
         names = list(dict.fromkeys((*names, "client_queue_time")))
     if not names:
@@ -145,7 +151,7 @@ def measured(run: Run, config: ServeConfig, vocabulary: Vocabulary | None) -> di
 
 
 def described(config: ServeConfig, target: Target, requests: int, now: datetime.datetime) -> dict[str, Any]:
-    """What describes a run, under vLLM's keys."""
+    """The description of a run, under vLLM's keys."""
     pace = config.pace
     found: dict[str, Any] = {
         "date": now.strftime("%Y%m%d-%H%M%S"),
@@ -168,7 +174,7 @@ def described(config: ServeConfig, target: Target, requests: int, now: datetime.
 
 
 def result_path(config: ServeConfig, target: Target, now: datetime.datetime) -> Path:
-    """Where a result is saved: under the name that was given, or under the one that vLLM's client gives."""
+    """The path of the saved result: the configured file name, or the name that vLLM's client would choose."""
     if config.filename is not None:
         return Path(config.folder) / config.filename
     pace = config.pace

@@ -1,4 +1,4 @@
-"""Sections of a result in a terminal: tables and words. Plots are for the page."""
+"""Prints the sections of a result in a terminal: tables and text. Plots appear on the HTML page only."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*( ?(%|ms|s))?|")
 
 
 def show(sections: Sequence[Section], console: Console) -> None:
-    """Print tables and words in their order; warnings stand out."""
+    """Prints tables and text in order; warnings are highlighted."""
     for place, section in enumerate(sections):
         if isinstance(section, Table) or (place and isinstance(sections[place - 1], Table)):
             console.print()

@@ -35,30 +35,33 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
-ABOVE = "Nothing is faster than its floor: the floor was measured while the machine was busy; run it again, alone."
+ABOVE = "A speed above its floor means that the floor was measured on a busy machine; run again with the machine idle."
 
 
 class SpeculateConfig(Record, frozen=True):
-    """What `redline bench speculate` is told."""
+    """Configuration of `redline bench speculate`."""
 
-    folder: str  # the checkpoint's
+    folder: str  # the checkpoint's folder
     draft: str  # the drafter's folder
-    prompts: tuple[str, ...] = ()  # files; none: the checkpoint's own evaluation sets
-    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # drafts of a round
-    batch: tuple[int, ...] = (1, 16)  # answers at once
-    questions: int = 16  # of each domain at most
-    rounds: int = 3  # turns of asking for each domain, variant and batch
-    max_tokens: int = 128  # of an answer
+    prompts: tuple[str, ...] = ()  # files; (): the checkpoint's own evaluation sets
+    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # draft tokens per round
+    batch: tuple[int, ...] = (1, 16)  # concurrent requests
+    questions: int = 16  # prompts per domain, at most
+    rounds: int = 3  # runs per domain, variant and batch
+    max_tokens: int = 128  # maximum tokens per answer
     temperature: float = 0.0  # 0: greedy
-    context: int = 512  # tokens already there, where the parts of a step are timed
-    repeats: int = 40  # timed steps of each part
+    context: int = 512  # tokens already in the KV cache when the parts of a step are timed
+    repeats: int = 40  # timed steps per part
     synthetic_acceptance: str | None = None  # a length or rates (`tune.synthetic`); None: drafts are verified
     save: str | None = None  # a file for the result
     device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
 def run(config: SpeculateConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, or 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
+    """Measures, prints, saves. Returns the exit code: 0, or 130 after Ctrl-C.
+
+    Raises ConfigError or CheckpointError.
+    """
     folder = Path(config.folder)
     if config.save is not None:
         check_output(Path(config.save))
@@ -67,13 +70,13 @@ def run(config: SpeculateConfig, console: Console) -> int:
         for k in config.k:
             rates_of(acceptance, k, f"synthetic-acceptance, with --k {k},")
     target = Checkpoint.open(folder).config
-    Eagle3.open(config.draft, target)  # so that a wrong folder is said before anything is loaded
+    Eagle3.open(config.draft, target)  # reject a wrong folder before anything is loaded
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
     if not paths:
-        raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) here; name a file with --prompts")
+        raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) in this folder; name a file with --prompts")
     questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), config.questions)
     if not questions:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no prompt in it")
+        raise ConfigError(f"{', '.join(map(str, paths))}: contains no prompt")
     return until_interrupted(lambda: _run(config, folder, target, questions, console), console)
 
 
@@ -87,7 +90,9 @@ def _run(
 ) -> int:
     longest = max(len(question.tokens) for question in questions) + config.max_tokens
     pages = max(config.batch) * (2 + longest // PAGE_TOKENS) + 8
-    row_bytes = 2 * (target.num_hidden_layers + 8) * target.kv_width  # a drafter's row is no wider than a few layers'
+    row_bytes = (
+        2 * (target.num_hidden_layers + 8) * target.kv_width
+    )  # a drafter's KV is no larger than that of a few layers
     opened: dict[str, EngineConfig] = variants(
         *(config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, config.device),
         _synthetic(config),
@@ -109,7 +114,7 @@ def _run(
         for asker in askers.values():
             asker.ask(questions[:1])
         asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
-        working.show(0, total, what="turns of asking")
+        working.show(0, total, what="runs")
 
         def did() -> None:
             nonlocal asked
@@ -132,7 +137,7 @@ def _run(
     if config.save is not None:
         record = {
             **provenance("torch"),
-            "config": msgspec.structs.replace(config, save=None),  # where it lies was not measured
+            "config": msgspec.structs.replace(config, save=None),  # the path does not belong to the measurement
             "rates": rates,
             "mean_times": {f"{variant}, batch {batch}": ratio for (variant, batch), ratio in mean_times(rates).items()},
             "parts": parts,
@@ -142,11 +147,11 @@ def _run(
 
 
 def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
-    """A row for each domain, a column for each variant; below, the mean over domains."""
+    """A row per domain, a column per variant; the last row is the mean over domains."""
     order = list(dict.fromkeys(rate.variant for rate in rates))
     table = Table(
         title=f"speculation, {name}, batch {batch}",
-        caption="tokens/s over those without drafts, acceptance length below; off: tokens/s",
+        caption="speedup in tokens/s over `off`, and the acceptance length; off: tokens/s without drafts",
     )
     table.add_column("domain")
     for variant in order:
@@ -177,7 +182,7 @@ def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
 
 
 def _part_table(parts: Sequence[Part], context: int) -> Table:
-    table = Table(title=f"what the parts of a step cost at context {context:,}")
+    table = Table(title=f"time of the parts of a step at context {context:,}")
     table.add_column("part")
     for name in ("batch", "ms", "times a plain step"):
         table.add_column(name, justify="right")

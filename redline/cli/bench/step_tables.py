@@ -1,4 +1,4 @@
-"""`redline bench decode`: the tables of `bench.step.checkpoint_steps` (files) and of `bench.step.depth` (a shape)."""
+"""`redline bench decode`: tables of `bench.step.checkpoint_steps` (a checkpoint) and `bench.step.depth` (a shape)."""
 
 import functools
 import gc
@@ -36,7 +36,7 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
 
-READ_BYTES = 4 << 30  # the most bytes that are read to measure bandwidth: far more than any cache holds
+READ_BYTES = 4 << 30  # bytes read to measure bandwidth, at most: far more than any cache holds
 
 
 def bench_decode(
@@ -48,10 +48,10 @@ def bench_decode(
     save: Path | None,
     console: Console,
 ) -> int:
-    """Measures decode steps of a checkpoint, prints, saves; the exit code: 0, or 130 after Ctrl-C.
+    """Measures decode steps of a checkpoint, prints, saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
-    batches: rows of a step. contexts: tokens already there. repeats: timed steps of each case. Raises ConfigError or
-    CheckpointError.
+    batches: rows per step. contexts: tokens already in the KV cache. repeats: timed steps per case. Raises ConfigError
+    or CheckpointError.
     """
     dtype = kv_dtype_of(kv_dtype)
     if save is not None:
@@ -112,7 +112,7 @@ def _bench_decode(
 
 
 def _limits(runner: Runner) -> Machine:
-    """This machine's, with all of its threads; a CPU's kernels have threads of their own afterwards."""
+    """Measures this machine with all its threads. On a CPU, torch then gets 1 thread: our kernels have their own."""
     torch.set_num_threads(native.threads())
     machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
     if runner.model.device.type == "cpu" and native.library() is not None:
@@ -122,8 +122,8 @@ def _limits(runner: Runner) -> Machine:
 
 def _caption(bytes_per_s: float, flops_per_s: float) -> str:
     return (
-        f"floor: bytes over {bytes_per_s / 1e9:.1f} GB/s or operations over {flops_per_s / 1e12:.2f} TFLOP/s, "
-        "the larger (both measured here, now)"
+        f"floor: the larger of bytes / {bytes_per_s / 1e9:.1f} GB/s and operations / {flops_per_s / 1e12:.2f} TFLOP/s "
+        "(both measured in this run)"
     )
 
 
@@ -131,25 +131,25 @@ def _caption(bytes_per_s: float, flops_per_s: float) -> str:
 
 
 class DepthConfig(Record, frozen=True):
-    """What `redline bench decode --shape` is told; a case for each of batch x tokens x context."""
+    """Configuration of `redline bench decode --shape`, which measures each batch x tokens x context."""
 
     shape: str
     layers: int | None = None  # None: the shape's
-    alias: int | None = None  # layers that lie in memory, taken in turn; None: all
-    experts: int | None = None  # of a layer; None: the shape's
-    routing: str | None = None  # uniform or correlated; None: uniform, where experts can be forced
-    overlap: float | None = None  # of correlated routing: share of its experts that a row's next token keeps, 0 to 1
-    batch: tuple[int, ...] = (1,)  # rows of a step
-    tokens: tuple[int, ...] = (1,)  # of each row
-    context: tuple[int, ...] = (1024,)  # tokens already there
-    kv_dtype: str = "bf16"  # of the pages
-    repeats: int = 30  # timed steps of each case
-    save: str | None = None  # a file whose list of cases is added to
-    ranks: int = 1  # GPUs that share the model
+    alias: int | None = None  # layers kept in memory, run in turn; None: all
+    experts: int | None = None  # experts per layer; None: the shape's
+    routing: str | None = None  # uniform or correlated; None: uniform, if routing can be forced
+    overlap: float | None = None  # correlated routing: share of experts that a row's next token reuses, 0 to 1
+    batch: tuple[int, ...] = (1,)  # rows per step
+    tokens: tuple[int, ...] = (1,)  # tokens per row
+    context: tuple[int, ...] = (1024,)  # tokens already in the KV cache
+    kv_dtype: str = "bf16"  # format of the KV cache
+    repeats: int = 30  # timed steps per case
+    save: str | None = None  # a file; the cases are appended to its list
+    ranks: int = 1  # tensor parallel ranks
 
 
 def bench_depth(config: DepthConfig, console: Console) -> int:
-    """Measures steps of a shape, prints and saves case by case; the exit code: 0, or 130 after Ctrl-C.
+    """Measures steps of a shape, prints and saves case by case. Returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises ConfigError.
     """
@@ -163,9 +163,9 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
 
 
 def check_device(config: DepthConfig, device: torch.device) -> None:
-    """Raises ConfigError where no step can be built on this device, or not over ranks."""
+    """Raises ConfigError if no step can be built on this device, or not over several ranks."""
     if device.type == "cuda" and not has_kernels(device):
-        raise ConfigError(f"no step of a shape can be built here ({why_not()}); give a checkpoint's folder")
+        raise ConfigError(f"no step of a shape can be built on this machine ({why_not()}); give a checkpoint folder")
     if config.ranks > 1 and device.type == "cpu":
         raise ConfigError(f"ranks is {config.ranks}: a step of a shape is measured over several GPUs, not on a CPU")
 
@@ -177,8 +177,8 @@ def _bench_cases(
     if save is not None:
         check_output(save)
         if save.exists():
-            read(save, DepthRecord)  # so that a file of something else is said before minutes of measuring
-    kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
+            read(save, DepthRecord)  # reject a file of another kind before minutes of measuring
+    kept = "nothing was saved" if save is None else f"{save} contains the cases measured so far"
     return until_interrupted(lambda: _bench_depth(config, measured, build, device, save, console), console, kept)
 
 
@@ -208,12 +208,12 @@ def _bench_depth(
 
 
 def builder(device: torch.device, group: Group) -> Build:
-    """The function that builds a step on this device, or a rank's part of it."""
+    """The function that builds a step on this device, or one rank's part of it."""
     return depth_cpu.CpuStep if device.type == "cpu" else functools.partial(depth_gpu.GpuStep, group=group)
 
 
 def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
-    """The cases that a config asks for. forced: the step takes its experts from outside, as routing says.
+    """The cases of a config. forced: the step takes the experts of each token as an input, drawn by `routing`.
 
     Raises ConfigError, before anything is built.
     """
@@ -245,13 +245,13 @@ def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
 def _overlap(config: DepthConfig, forced: bool) -> float | None:
     if not forced:
         if config.routing is not None or config.overlap is not None:
-            raise ConfigError("routing: a CPU's kernels take no experts from outside, so the model routes")
+            raise ConfigError("routing: the CPU kernels cannot force experts, so the model's router decides")
         return None
     match config.routing or "uniform":
         case "uniform" if config.overlap is None:
             return 0.0
         case "uniform":
-            raise ConfigError("overlap is of --routing correlated; uniform routing has none")
+            raise ConfigError("overlap applies to --routing correlated only")
         case "correlated":
             return OVERLAP if config.overlap is None else config.overlap
         case other:
@@ -259,21 +259,21 @@ def _overlap(config: DepthConfig, forced: bool) -> float | None:
 
 
 def describe(case: Depth, config: DepthConfig, memory: Memory) -> list[str]:
-    """What is built, what of it is not the whole model, and what it takes."""
+    """Lines on the step that is built: its size, how it differs from the whole model, and its memory."""
     layers, whole = case.config.num_hidden_layers, shape(config.shape).n_routed_experts
     lines = [f"{case.shape}: {layers} layers, {case.rows} rows x {case.tokens} tokens, context {case.context:,}"]
     if case.ranks > 1:
-        lines.append(f"ranks            {case.ranks}; bytes, floors and ops are those of one")
+        lines.append(f"ranks            {case.ranks}; bytes, floors and ops are of one rank")
     if case.physical < layers:
-        lines.append(f"aliased          {layers} layers on {case.physical} in memory, in turn")
+        lines.append(f"aliased          {layers} layers run on {case.physical} in memory, in turn")
     if case.config.n_routed_experts < whole:
-        lines.append(f"fewer experts    {case.config.n_routed_experts} of {whole} in a layer: rows share more of them")
+        lines.append(f"fewer experts    {case.config.n_routed_experts} of {whole} per layer: rows share more of them")
     return lines + memory.explain()
 
 
 def _check_memory(case: Depth, device: torch.device) -> None:
-    """ConfigError, with what would fit, where memory is short."""
-    gc.collect()  # the step of the case before holds its own captures
+    """Raises ConfigError, with the size that would fit, if memory is too small."""
+    gc.collect()  # the previous case's step holds CUDA graphs
     if device.type == "cuda":
         torch.cuda.empty_cache()
     memory, free = Memory(case), free_memory(device)
@@ -282,7 +282,7 @@ def _check_memory(case: Depth, device: torch.device) -> None:
 
 
 def _measure(case: Depth, build: Build, device: torch.device, repeats: int) -> Timing:
-    """ConfigError, with what would fit, where memory was short after all."""
+    """Raises ConfigError, with the size that would fit, if memory runs out while measuring."""
     memory, free = Memory(case), free_memory(device)
     with Working("building") as working:
         try:
@@ -329,12 +329,12 @@ def _sums(record: DepthRecord) -> list[str]:
     lines = [
         f"step             {record.ms:.3f} ms (p10 {record.p10_ms:.3f}, p90 {record.p90_ms:.3f})",
         f"floor            {record.floor_ms:.3f} ms, {record.floor_ms / record.ms:.0%} of the time",
-        f"experts read     {record.expert_bytes / 1e9:.3f} GB of distinct experts a step, the mean",
+        f"experts read     {record.expert_bytes / 1e9:.3f} GB of distinct experts per step, mean",
         f"tokens/s         {rate(record.tokens, record.ms, record.floor_ms)}",
     ]
     if (ms := record.peer_ms) is not None:
         lines.append(
-            f"peer             {PEER} on as many NVIDIA H200 ({PEER_DATE}), batch {record.tokens}: {ms:g} ms, "
-            f"{ms / record.ms:.2f} times ours"
+            f"peer             {PEER} on the same number of NVIDIA H200 ({PEER_DATE}), batch {record.tokens}: "
+            f"{ms:g} ms, {ms / record.ms:.2f} times ours"
         )
     return lines

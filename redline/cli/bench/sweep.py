@@ -1,4 +1,4 @@
-"""`redline bench sweep`: the flags, and what becomes of them."""
+"""`redline bench sweep`: the flags, and the config that is built from them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +21,7 @@ from redline.cli.bench.options import (
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
-STREAMS = 64  # the most at once where no loads are given
+STREAMS = 64  # concurrent streams of the highest default load
 
 
 @grouped
@@ -31,52 +31,58 @@ def bench_sweep(
     server: ServerFlags,
     max_concurrency: Annotated[
         list[str] | None,
-        typer.Option(metavar="1,2,4", help="Streams at once (repeatable, or with commas). Absent: 1, 2, 4 ... 64."),
+        typer.Option(
+            metavar="1,2,4", help="Concurrent requests (repeatable, or comma-separated). Default: 1, 2, 4 ... 64."
+        ),
     ] = None,
     request_rate: Annotated[
-        list[str] | None, typer.Option(metavar="0.5,1,2", help="Requests/s, in the place of streams.")
+        list[str] | None, typer.Option(metavar="0.5,1,2", help="Requests/s, instead of --max-concurrency.")
     ] = None,
     dataset_name: DatasetName = "random",
     dataset_path: DatasetPath = None,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer to it.")] = 128,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens per random prompt.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens per answer to a random prompt.")] = 128,
     random_range_ratio: Annotated[
         float, typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R).")
     ] = 0.0,
     output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer, at most, of a dataset that is a file.")
+        int | None, typer.Option(min=1, help="Maximum tokens per answer, for a dataset that is a file.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests of each point. Absent: 10 a stream, a minute's of a rate.")
+        int | None, typer.Option(min=1, help="Requests per point. Default: 10 per stream, or one minute of a rate.")
     ] = None,
     num_warmups: Annotated[
-        int | None, typer.Option(min=0, help="Requests before each point, not counted. Absent: 2 a stream.")
+        int | None, typer.Option(min=0, help="Warm-up requests before each point. Default: 2 per stream.")
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Every answer has its whole length. Random prompts ask so anyway.")
+        bool, typer.Option("--ignore-eos", help="Generate every answer to its full length. Random prompts always do.")
     ] = False,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Absent: the server's own.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's own.")] = None,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:MS", help="SLOs that a good request keeps: ttft:500 tpot:20 e2el:10000."),
+        typer.Option(metavar="NAME:MS", help="SLO targets that a good request meets: ttft:500 tpot:20 e2el:10000."),
     ] = None,
     attainment: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="The share of requests that has to keep the SLOs.")
+        float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet the SLO targets.")
     ] = 0.99,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Measure between the last load that keeps the SLOs and the first that does not."),
+        typer.Option(
+            "--search", help="Bisect between the last load that meets the SLO targets and the first that does not."
+        ),
     ] = False,
     to_the_end: Annotated[
-        bool, typer.Option("--to-the-end", help="Measure every load, also where more only costs.")
+        bool, typer.Option("--to-the-end", help="Measure every load, even after throughput has stopped rising.")
     ] = False,
-    gpus: Annotated[int | None, typer.Option(min=1, help="The server's: throughput is also said for each.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of the server; throughput is then also reported per GPU.")
+    ] = None,
     seed: Seed = None,
     save: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the result as JSON, point by point; a file of the same settings is continued.",
+            help="Write the result as JSON after each point; an existing file with the same settings is resumed.",
             rich_help_panel=KEPT,
         ),
     ] = None,
@@ -84,10 +90,10 @@ def bench_sweep(
     disable_tqdm: Quiet = False,
     waiting: WaitingFlags,
 ) -> None:
-    """Throughput against latency at rising loads: the frontier, and the highest load that keeps the SLOs.
+    """Throughput against latency at rising loads: the frontier, and the highest load that meets the SLO targets.
 
-    Ends by itself where more load only costs. With --save, what is measured is kept at once, and the same command
-    continues where it was stopped.
+    Stops when more load raises latency without raising throughput. With --save every point is written at once, and
+    the same command resumes an interrupted sweep.
     """
     from redline.bench.serving import sweep
     from redline.bench.serving.datasets import DatasetConfig
@@ -97,9 +103,11 @@ def bench_sweep(
     from redline.cli.bench.sweep_run import SweepConfig, run
 
     if max_concurrency and request_rate:
-        raise ConfigError("--max-concurrency and --request-rate: a sweep is over one of the two")
+        raise ConfigError("--max-concurrency and --request-rate: a sweep varies one of the two")
     if search and not goodput:
-        raise ConfigError("--search looks for the load that keeps the SLOs: give them, such as --goodput ttft:500")
+        raise ConfigError(
+            "--search looks for the load that meets the SLO targets: set them, such as --goodput ttft:500"
+        )
     if request_rate:
         plan_by, loads = "requests/s", kept.numbers("--request-rate", request_rate, whole=False)
     elif max_concurrency:
@@ -107,7 +115,9 @@ def bench_sweep(
     else:
         plan_by, loads = "streams", sweep.doubling(STREAMS)
     if num_prompts is not None and plan_by == "streams" and num_prompts < loads[-1]:
-        raise ConfigError(f"--num-prompts {num_prompts} cannot keep {loads[-1]:g} streams busy: give at least as many")
+        raise ConfigError(
+            f"--num-prompts {num_prompts} is fewer than {loads[-1]:g} streams: give at least one request per stream"
+        )
     config = SweepConfig(
         target=server.target(
             base_url,

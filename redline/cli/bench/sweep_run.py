@@ -1,4 +1,4 @@
-"""`redline bench sweep` at work: the server is asked, and what came of it is shown and kept."""
+"""Runs `redline bench sweep`: measures each load, prints and saves the points."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +22,13 @@ from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
 
-EACH, WARMUPS = 10, 2  # requests and warm-ups for each stream, as InferenceX has them
-AGAIN = "Prompts of a file come again at other loads, where a prefix cache may know them; random ones do not."
-OF_A_RATE_S, LEAST_OF_A_RATE = 60.0, 20  # seconds' worth of requests at a rate, and the fewest
+EACH, WARMUPS = 10, 2  # requests and warm-ups per stream, as in InferenceX
+AGAIN = "Prompts of a file are repeated at other loads and may hit the prefix cache; random prompts are not repeated."
+OF_A_RATE_S, LEAST_OF_A_RATE = 60.0, 20  # duration of a point at a rate in seconds; fewest requests of such a point
 
 
 class SweepConfig(Record, frozen=True):
-    """What `redline bench sweep` is told. num_prompts, warmups: of each point; None: by its load."""
+    """Configuration of `redline bench sweep`. num_prompts, warmups: per point; None: derived from the load."""
 
     target: Target
     plan: Plan
@@ -46,17 +46,23 @@ class SweepConfig(Record, frozen=True):
 
 
 def run(config: SweepConfig, console: Console) -> int:
-    """Measures what is missing, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
+    """Measures the missing points, prints, saves.
+
+    Returns the exit code: 0, 1 if every request failed, 130 after Ctrl-C.
 
     Raises ConfigError.
     """
     kept.check_files(config.save, config.html)
-    continued = "nothing was saved" if config.save is None else f"{config.save} holds the points, and is continued"
+    continued = (
+        "nothing was saved"
+        if config.save is None
+        else f"{config.save} contains the points; the same command resumes the sweep"
+    )
     return until_interrupted(lambda: _run(config, console), console, continued)
 
 
 def settings(config: SweepConfig, target: Target) -> dict[str, Any]:
-    """What two runs must have in common for the one to continue the other: whom, what, how hard; not which loads."""
+    """Settings that must be equal for a run to resume another: server, dataset, SLO targets; not the list of loads."""
     server = without_secrets(target)
     plan = config.plan
     return msgspec.to_builtins(
@@ -74,7 +80,7 @@ def settings(config: SweepConfig, target: Target) -> dict[str, Any]:
 
 
 class Held(NamedTuple):
-    """What a sweep goes on from. notes: what a reader of the points has to know."""
+    """The state that a sweep resumes from. notes: remarks for readers of the points."""
 
     points: list[Point]
     seed: int
@@ -83,16 +89,16 @@ class Held(NamedTuple):
 
 
 def continued(config: SweepConfig, target: Target) -> Held:
-    """The points that the file has, with its seed and beginning; none, and new ones, where there is no file.
+    """The points of the saved file, with its seed and start time. Without a file: no points, a new seed, the time now.
 
-    Raises ConfigError where the file is of something else: nothing in it is lost.
+    Raises ConfigError if the file contains another kind of result or other settings; the file is left as it is.
     """
     path = None if config.save is None else Path(config.save)
     if path is None or not path.exists():
         return Held([], kept.seed_of(config.seed), clock.now())
     found = saved.read(path)
     if found.kind != "sweep":
-        raise ConfigError(f"--save {path}: holds a result of {found.kind}; name another file")
+        raise ConfigError(f"--save {path}: contains a result of `{found.kind}`; name another file")
     now, then = settings(config, target), found.details.get("settings", {})
     differing = [name for name in now if now[name] != then.get(name)]
     seed = found.dataset.get("seed", 0)
@@ -101,7 +107,7 @@ def continued(config: SweepConfig, target: Target) -> Held:
     if differing:
         raise ConfigError(
             f"--save {path}: was measured with other settings ({', '.join(differing)}); name another file, or "
-            "give the same again"
+            "use the same settings"
         )
     try:
         points = msgspec.convert(found.details.get("points"), list[Point])
@@ -115,7 +121,7 @@ def _run(config: SweepConfig, console: Console) -> int:
     target = kept.reached(config.target, config.ready_s, console)
     points, seed, began, before_notes = continued(config, target)
     if points:
-        say(console, f"{config.save} has {len(points)} points; what is missing is measured", "dim")
+        say(console, f"{config.save} has {len(points)} points; measuring the missing ones", "dim")
     counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     notes = dict.fromkeys(before_notes)
     requests = {load: requests_of(config, load) for load in plan.loads}
@@ -139,11 +145,11 @@ def _run(config: SweepConfig, console: Console) -> int:
             nonlocal done
             many = requests_of(config, load)
             requested = asks_of(config, target, warmups_of(config, load) + many, load, seed, counts, notes)
-            before = max(0, len(requested) - many)  # a dataset may have fewer than were asked for
+            before = max(0, len(requested) - many)  # a dataset may have fewer prompts than requested
             if config.dataset.dataset_path is not None and points:
                 notes.setdefault(AGAIN)
             total = sum(requests.values()) if load in requests else done + many
-            if before:  # with prompts of their own, which the server need not know later
+            if before:  # prompts of its own: the measured prompts must not be in the prefix cache
                 warm = kept.watched(working, lambda: done, total + before, f"{load:g} {plan.by}, warm-up: ")
                 if warm(target, requested[:before], pace(plan, load)).stopped:
                     return None
@@ -169,7 +175,7 @@ def _run(config: SweepConfig, console: Console) -> int:
         for bar in sweep.text_plot(plan, points):
             say(console, bar)
     if not whole:
-        say(console, "stopped: the load that ran is not counted")
+        say(console, "stopped: the unfinished load is not counted")
         return INTERRUPTED
     return 0 if any(one.completed for one in points) else 1
 
@@ -183,9 +189,9 @@ def asks_of(
     counts: Vocabulary | None,
     notes: dict[str, None],
 ) -> list[Ask]:
-    """A point's requests, which are no other point's where they are made up; those of a file may come again.
+    """The requests of a point. Random prompts differ between points; prompts of a file may be repeated.
 
-    notes: gets what a reader has to know of them.
+    notes: receives remarks for readers of the result.
     """
     own = seed + round(load * 1000)
     dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=own, backend=target.backend)
@@ -195,35 +201,35 @@ def asks_of(
 
 
 def requests_of(config: SweepConfig, load: float) -> int:
-    """How many requests a load's point has."""
+    """Number of requests of a load's point."""
     if config.num_prompts is not None:
         return config.num_prompts
     return int(load) * EACH if config.plan.by == "streams" else max(LEAST_OF_A_RATE, round(load * OF_A_RATE_S))
 
 
 def warmups_of(config: SweepConfig, load: float) -> int:
-    """How many requests come before a load's point and are not counted."""
+    """Number of warm-up requests before a load's point; they are not counted."""
     if config.warmups is not None:
         return config.warmups
     return int(load) * WARMUPS if config.plan.by == "streams" else WARMUPS
 
 
 def pace(plan: Plan, load: float) -> Pace:
-    """How a load is put on."""
+    """The request rate or concurrency limit of a load."""
     return Pace(max_concurrency=int(load)) if plan.by == "streams" else Pace(rate=load)
 
 
 def line(one: Point) -> str:
-    """A point as it is said while the sweep goes on."""
-    user = "" if one.interactivity is None else f", {one.interactivity:,.1f} tokens/s a user"
+    """The progress line of a measured point."""
+    user = "" if one.interactivity is None else f", {one.interactivity:,.1f} tokens/s per user"
     first = "" if one.ttft_p99 is None else f", TTFT p99 {one.ttft_p99 * 1000:,.0f} ms"
     failed = f", {one.failed} failed" if one.failed else ""
-    share = "" if one.kept is None else f", {one.kept:.1%} kept the SLOs"
+    share = "" if one.kept is None else f", {one.kept:.1%} met the SLOs"
     return f"{one.name}: {one.output_throughput:,.1f} output tokens/s{user}{first}{share}{failed}"
 
 
 def figures(plan: Plan, points: Sequence[Point], gpus: int | None) -> dict[str, Any]:
-    """The sweep's figures at the top of a file: the most throughput, the frontier and the SLOs' point."""
+    """The figures at the top of a result file: highest throughput, frontier, highest load within the SLO targets."""
     good, bad = sweep.around_slo(points, plan.attainment) if plan.slos else (None, None)
     best = max((one.output_throughput for one in points), default=0.0)
     return {

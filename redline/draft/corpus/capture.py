@@ -1,10 +1,10 @@
-"""`redline draft capture`: the target's states over a corpus, stored in shards that an index names.
+"""`redline draft capture`: the target's hidden states over a corpus, stored in shards that are listed in an index.
 
-A shard is written under another name, then renamed, then named by the index; what the index does not name is no part
-of the capture. So a kill at any point loses at most the shard in the making and doubles nothing. `Stored` reads a
-capture; `Streamed` gives the same sequences, in the same order, computed as they are asked for.
+A shard is written under a temporary name, then renamed, then added to the index; files that are not in the index are
+not part of the capture. So a kill at any point loses at most the unfinished shard and duplicates nothing. `Stored`
+reads a capture; `Streamed` returns the same sequences, in the same order, computed on demand.
 
-S sequences of a shard, N their tokens, L captured layers, D hidden.
+S sequences of a shard, N tokens of all of them, L captured layers, D hidden.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,42 +35,42 @@ from redline.worker.engine import pick_device
 
 INDEX = "index.json"
 SHARD_BYTES = 256 << 20
-SHARD_OVERHEAD = 1024  # bytes of a shard's header, at most: five names, types, shapes and places
+SHARD_OVERHEAD = 1024  # maximum bytes of a shard's header: five names, types, shapes and offsets
 OPEN_SHARDS = 32  # shards that a reader keeps mapped
-NAMED = 20  # skipped examples that are printed one by one
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
+NAMED = 20  # maximum number of skipped examples that are printed one by one
+INTERRUPTED = 130  # the exit status of shells for SIGINT
 
 
 class CaptureConfig(Record, frozen=True, kw_only=True):
-    """What `redline draft capture` is told."""
+    """Settings of `redline draft capture`."""
 
     target: str  # a checkpoint's folder
     corpus: tuple[str, ...]
     out: str  # a folder
-    disk: int | None = None  # bytes that the folder may take
-    max_tokens: int | None = None  # longer sequences are stored in windows of so many; absent: whole
+    disk: int | None = None  # maximum bytes of the folder
+    max_tokens: int | None = None  # longer sequences are split into windows of this length; None: not split
     shard_bytes: int = SHARD_BYTES
-    layer_ids: tuple[int, ...] | None = None  # absent: what engines capture by default
-    other_answers: bool = False  # also a corpus that another target has answered
-    device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
+    layer_ids: tuple[int, ...] | None = None  # None: the layers that engines capture by default
+    other_answers: bool = False  # also accept a corpus with answers of another target
+    device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
 class Shard(Record, frozen=True):
     """A file of tensors: tokens int32 [N], loss uint8 [N], offsets int64 [S + 1], features bf16 [N, L, D], last [N, D].
 
-    Sequence s is rows [offsets[s], offsets[s + 1]); loss is 1 where the token is the answer's.
+    Sequence s is rows [offsets[s], offsets[s + 1]); loss is 1 for tokens of the answer.
     """
 
     file: str
     bytes: int
     tokens: int
-    examples: tuple[str, ...]  # ids, one for each sequence; the windows of an example follow one another
+    examples: tuple[str, ...]  # ids, one per sequence; windows of one example are adjacent
     domains: tuple[str, ...]
-    starts: tuple[int, ...]  # where in its example each sequence begins
+    starts: tuple[int, ...]  # position in its example at which each sequence begins
 
 
 class Index(Record, frozen=True):
-    """What a capture holds: the facts that all of it shares, and its shards in their order. hidden: D."""
+    """The contents of a capture: properties common to all shards, and the shards in order. hidden: D."""
 
     fingerprint: str  # of the target
     layer_ids: tuple[int, ...]
@@ -81,17 +81,17 @@ class Index(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """How many tokens all shards hold."""
+        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def bytes(self) -> int:
-        """How many bytes all shards take on disk."""
+        """Bytes of all shards on disk."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def ids(self) -> set[str]:
-        """The ids of all examples that are stored, whole or in windows."""
+        """The ids of all stored examples, complete or in windows."""
         return {id for shard in self.shards for id in shard.examples}
 
 
@@ -101,27 +101,27 @@ class Sequence_:
 
     id: str
     domain: str
-    start: int  # of the window, in the example
+    start: int  # position of the window in the example
     tokens: Tensor  # int64 [n]
-    loss: Tensor  # bool [n]: tokens of the answer
+    loss: Tensor  # bool [n]: True for tokens of the answer
     features: Tensor  # bf16 [n, L * D]
     last: Tensor  # bf16 [n, D]
 
 
 class Captured(Record, frozen=True):
-    """What a run of `capture` did, and the index that it left."""
+    """The result of one run of `capture`, and the index after it."""
 
     index: Index
-    tokens: int  # stored by this run
+    tokens: int  # number stored by this run
     seconds: float
-    full: bool  # it stopped because the next example would not fit within `disk`
+    full: bool  # whether it stopped because the next example would exceed `disk`
     skipped: tuple[str, ...]
 
 
 def run(config: CaptureConfig, console: Console, told: Told = lambda tokens, seconds: None) -> int:
-    """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C.
+    """Returns 0, also if `disk` is reached; 1 if the disk is full; 130 after Ctrl-C.
 
-    Raises ConfigError, and CheckpointError where the target cannot be read.
+    Raises ConfigError, and CheckpointError if the target cannot be read.
     """
     check(config)
     with alone(Path(config.out)):
@@ -152,15 +152,15 @@ def _run(config: CaptureConfig, console: Console, told: Told) -> int:
             done = capture(config, target, show)
     except KeyboardInterrupt:
         console.print(
-            f"stopped: {_holds(out)}; the same command goes on", highlight=False, markup=False, soft_wrap=True
+            f"stopped: {_holds(out)}; run the same command to resume", highlight=False, markup=False, soft_wrap=True
         )
         return INTERRUPTED
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # for a full disk safetensors raises its own error type
         if not is_full(error):
             raise
         sweep(out)
         console.print(
-            f"the disk is full: {_holds(out)}; the same command goes on",
+            f"the disk is full: {_holds(out)}; run the same command to resume",
             style="red",
             highlight=False,
             markup=False,
@@ -181,12 +181,12 @@ def _run(config: CaptureConfig, console: Console, told: Told) -> int:
     )
     if done.full:
         console.print(
-            f"stopped at --disk {human(config.disk or 0)} before the corpus ended; the same command with more goes on",
+            f"stopped at --disk {human(config.disk or 0)} before the end of the corpus; resume with a larger --disk",
             style="yellow",
             highlight=False,
         )
     elif not done.index.shards:
-        raise ConfigError(f"{', '.join(config.corpus)}: no example in it; `redline draft synth` makes a corpus")
+        raise ConfigError(f"{', '.join(config.corpus)}: contains no example; `redline draft synth` makes a corpus")
     return 0
 
 
@@ -195,10 +195,10 @@ def capture(
     target: Target,
     progress: Callable[[int, int, int], None] = lambda done, size, tokens: None,
 ) -> Captured:
-    """Stores the states over every example that the folder does not hold yet.
+    """Stores the states of every example that the folder does not contain yet.
 
-    progress(bytes of the corpus read, bytes in all, tokens computed). Raises ConfigError where the folder holds another
-    target's states, OSError or SafetensorError where the disk is full: what the index names stays.
+    progress(bytes of the corpus read, bytes in total, tokens computed). Raises ConfigError if the folder contains
+    another target's states, OSError or SafetensorError if the disk is full; shards in the index are kept.
     """
     start = clock.monotonic()
     folder = _Folder(Path(config.out), index_of(config, target), config.shard_bytes, config.disk)
@@ -231,7 +231,7 @@ def capture(
 
 
 def index_of(config: CaptureConfig, target: Target) -> Index:
-    """An index without shards for a capture of this target."""
+    """An empty index for a capture of this target."""
     hidden, layers = target.config.hidden_size, len(target.layer_ids)
     return Index(
         fingerprint=target.fingerprint,
@@ -243,18 +243,18 @@ def index_of(config: CaptureConfig, target: Target) -> Index:
 
 
 def taught_by(corpus: Sequence[str], fingerprint: str) -> None:
-    """Raises ConfigError where a corpus says that another target than that of `fingerprint` has answered it."""
+    """Raises ConfigError if a corpus was answered by a target with another fingerprint than `fingerprint`."""
     for path in corpus:
         about = read_about(Path(path))
         if about is not None and about.fingerprint.split()[0] != fingerprint:
             raise ConfigError(
                 f"{path}: answered by a target with fingerprint {about.fingerprint.split()[0]}, this one has "
-                f"{fingerprint}: a drafter learns its own target's answers (capture takes others with --other-answers)"
+                f"{fingerprint}: a drafter learns its own target's answers (--other-answers captures others)"
             )
 
 
 def explain(index: Index) -> str:
-    """The bytes of a token, with their arithmetic, in one line."""
+    """The bytes per token with their arithmetic, in one line."""
     layers = len(index.layer_ids)
     return (
         f"({layers} layers {list(index.layer_ids)} + 1 last) x {index.hidden:,} x 2 bytes + 4 of id + 1 of loss "
@@ -265,7 +265,7 @@ def explain(index: Index) -> str:
 def read_index(folder: Path) -> Index:
     """The index of a capture.
 
-    Raises ConfigError where there is none, or a shard that it names has not the size it says.
+    Raises ConfigError if there is none, or if the size of a shard differs from the size in the index.
     """
     path = folder / INDEX
     try:
@@ -278,14 +278,14 @@ def read_index(folder: Path) -> Index:
         file = folder / shard.file
         size = file.stat().st_size if file.exists() else 0
         if size != shard.bytes:
-            raise ConfigError(f"{file}: has {size:,} bytes; {INDEX} says {shard.bytes:,}: copy or capture it again")
+            raise ConfigError(f"{file}: has {size:,} bytes; {INDEX} has {shard.bytes:,}: copy or capture it again")
     return index
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a kill has left: shards without a line in the index, and files in the making.
+    """Removes leftovers of a killed run: shards that are not in the index, and unfinished files.
 
-    Raises ConfigError where the index is there and cannot be read.
+    Raises ConfigError if the index exists and cannot be read.
     """
     named = {shard.file for shard in read_index(folder).shards} if (folder / INDEX).exists() else set[str]()
     for path in [*folder.glob("shard-*.safetensors"), *folder.glob(".*.writing")]:
@@ -294,10 +294,10 @@ def sweep(folder: Path) -> None:
 
 
 class _Folder:
-    """A capture that grows. Sequences gather in memory until they are a shard."""
+    """A capture being written. Sequences are collected in memory until they fill a shard."""
 
     def __init__(self, folder: Path, index: Index, shard_bytes: int, disk: int | None) -> None:
-        """Raises ConfigError where another capture lies there."""
+        """Raises ConfigError if the folder contains another capture."""
         self.folder = folder
         self.index = index
         self._shard_bytes = shard_bytes
@@ -313,14 +313,14 @@ class _Folder:
             for field in ("fingerprint", "layer_ids", "hidden", "max_tokens"):
                 was, now = getattr(self.index, field), getattr(index, field)
                 if was != now:
-                    raise ConfigError(f"{folder}: captured with {field} {was}, this run has {now}: give another folder")
+                    raise ConfigError(f"{folder}: captured with {field} {was}, this run has {now}: use another folder")
         sweep(folder)
 
     def fitting(self, batch: "Sequence[tuple[Example, Sequence[range]]]") -> int:
-        """How many of the batch fit within `disk`, from its beginning."""
+        """Number of leading examples of the batch that fit within `disk`."""
         if self._disk is None:
             return len(batch)
-        # The index is written anew beside the old one.
+        # The new index is written to a second file before it replaces the old one.
         used = self.index.bytes + 2 * len(msgspec.json.encode(self.index)) + self._gathered_bytes + 2 * SHARD_OVERHEAD
         for number, (example, cut) in enumerate(batch):
             used += self._cost(example.id, example.domain, cut)
@@ -329,15 +329,15 @@ class _Folder:
         return len(batch)
 
     def _cost(self, id: str, domain: str, cut: Sequence[range]) -> int:
-        """Bytes of an example, at most: its rows, offsets and lines in the index."""
+        """Maximum bytes of an example: its rows, offsets and entries in the index."""
         rows = sum(len(window) for window in cut)
         names = 2 * (len(id.encode()) + len(domain.encode()) + 32)
         return rows * self.index.bytes_per_token + len(cut) * (8 + 2 * names)
 
     def add(self, example: Example, cut: Sequence[range], features: Tensor, last: Tensor) -> None:
-        """Takes an example's states, features [n, L, D] and last [n, D].
+        """Adds an example's states, features [n, L, D] and last [n, D].
 
-        A shard is written first where they would not fit.
+        First writes a shard if they would not fit into the current one.
         """
         cost = self._cost(example.id, example.domain, cut)
         if self._gathered and self._gathered_bytes + cost > self._shard_bytes:
@@ -346,7 +346,7 @@ class _Folder:
         self._gathered_bytes += cost
 
     def write(self) -> None:
-        """The gathered sequences become a shard."""
+        """Writes the collected sequences as a shard."""
         if not self._gathered:
             return
         lengths = torch.tensor([0, *(len(one.tokens) for one in self._gathered)])
@@ -383,17 +383,17 @@ class _Folder:
 
 
 class Stored:
-    """A capture on disk, as a source of sequences. only: ids of the examples that are given; None: all."""
+    """A capture on disk, as a source of sequences. only: ids of the examples to return; None: all."""
 
     def __init__(self, folder: Path, fingerprint: str | None = None, only: Collection[str] | None = None) -> None:
-        """Raises ConfigError where the capture is broken, empty, or of another target than `fingerprint`."""
+        """Raises ConfigError if the capture is broken, empty, or of another target than `fingerprint`."""
         self.index = read_index(folder)
         if not self.index.shards:
             raise ConfigError(f"{folder}: the capture is empty")
         if fingerprint is not None and fingerprint != self.index.fingerprint:
             raise ConfigError(
                 f"{folder}: captured from a target with fingerprint {self.index.fingerprint}, this one has "
-                f"{fingerprint}: capture this one into another folder"
+                f"{fingerprint}: use another folder for this one"
             )
         self._folder = folder
         # (id, shard, sequences [first, end)) of each example
@@ -412,9 +412,9 @@ class Stored:
         return self.index.layer_ids
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
-        """An epoch in an order of its own; of several ranks, the examples rank, rank + world, ... of that order.
+        """One epoch, in an order of its own; with several ranks, the examples rank, rank + world, ... of that order.
 
-        Reads what it gives and no more. Raises ConfigError where a shard is damaged.
+        Reads only what it returns. Raises ConfigError if a shard is damaged.
         """
 
         @lru_cache(OPEN_SHARDS)
@@ -444,18 +444,18 @@ class Stored:
 
 
 class Streamed:
-    """A corpus and its target: the states are computed as they are asked for, a call's worth at a time.
+    """A corpus and its target: the states are computed on demand, one call of the model at a time.
 
-    max_tokens: longer examples come in windows of so many. skipped: examples that give nothing, "id: reason".
+    max_tokens: longer examples are split into windows of this length. skipped: unusable examples, "id: reason".
     """
 
     def __init__(self, target: Target, examples: Sequence[Example], max_tokens: int | None = None) -> None:
-        """Raises ConfigError where no example is left."""
+        """Raises ConfigError if no example is usable."""
         self.skipped: list[str] = []
         self._target = target
         self._examples = list(_captured(examples, target, max_tokens, set(), self.skipped))
         if not self._examples:
-            raise ConfigError(f"no example that the target can read; {len(self.skipped):,} were skipped")
+            raise ConfigError(f"no example that the target supports; {len(self.skipped):,} were skipped")
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -463,7 +463,7 @@ class Streamed:
         return self._target.layer_ids
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
-        """The same sequences as `Stored.sequences` gives of a capture, in the same order."""
+        """The same sequences as `Stored.sequences` of a capture, in the same order."""
         order = shuffled([example.id for example, _ in self._examples], epoch, seed)[rank::world]
         for batch in _batches((self._examples[place] for place in order), self._target.call_tokens):
             for example, cut, states in _states(self._target, batch):
@@ -471,7 +471,7 @@ class Streamed:
 
 
 def shuffled(ids: Sequence[str], epoch: int, seed: int) -> list[int]:
-    """Places of the ids in an order that depends on the ids, the epoch and the seed alone, not on where they lie."""
+    """Indices of the ids in an order that depends only on the ids, the epoch and the seed, not on their positions."""
 
     def key(place: int) -> bytes:
         return blake2b(f"{seed}/{epoch}/{ids[place]}".encode(), digest_size=16).digest()
@@ -489,7 +489,7 @@ def _captured(
     there: set[str],
     skipped: list[str],
 ) -> Iterator[tuple[Example, list[range]]]:
-    """Examples that are not there yet, with their windows; what gives nothing is named in `skipped`."""
+    """Examples that are not in `there`, with their windows; unusable ones are added to `skipped`."""
     for example in examples:
         if example.id in there:
             continue
@@ -502,7 +502,7 @@ def _captured(
 
 
 def windows(example: Example, max_tokens: int | None) -> list[range]:
-    """The example whole, or in pieces of `max_tokens` tokens; a piece without a token of the answer is left out."""
+    """The whole example, or windows of `max_tokens` tokens; windows without a token of the answer are dropped."""
     end = len(example.tokens)
     size = max_tokens or end
     cut = (range(start, min(start + size, end)) for start in range(0, end, size))
@@ -512,7 +512,7 @@ def windows(example: Example, max_tokens: int | None) -> list[range]:
 def _batches(
     examples: "Iterator[tuple[Example, list[range]]]", tokens: int
 ) -> Iterator[list[tuple[Example, list[range]]]]:
-    """As many at a time as the target computes in one call."""
+    """Groups of examples that the target computes in one call."""
     batch: list[tuple[Example, list[range]]] = []
     total = 0
     for example, cut in examples:
@@ -528,7 +528,7 @@ def _batches(
 def _states(
     target: Target, batch: Sequence[tuple[Example, list[range]]]
 ) -> Iterator[tuple[Example, list[range], tuple[Tensor, Tensor]]]:
-    """Each example with its features and last states, over the whole of it, on the CPU."""
+    """Each example with its features and last states, for all of its positions, on the CPU."""
     computed = target.features([example.tokens for example, _ in batch])
     for (example, cut), (features, last) in zip(batch, computed, strict=True):
         yield example, cut, (features.cpu(), last.cpu())
@@ -552,12 +552,12 @@ def _windows(example: Example, cut: Sequence[range], features: Tensor, last: Ten
 
 
 def check(config: CaptureConfig) -> None:
-    """Raises ConfigError where something is wrong or missing, and CheckpointError where the target cannot be read.
+    """Raises ConfigError if a setting is wrong or missing, and CheckpointError if the target cannot be read.
 
-    Nothing is loaded yet.
+    Does not load the model.
     """
     if not config.corpus:
-        raise ConfigError("corpus: nothing to capture; name a file that `redline draft synth` has written")
+        raise ConfigError("corpus: nothing to capture; give a file written by `redline draft synth`")
     for name in ("disk", "max_tokens", "shard_bytes"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -567,9 +567,9 @@ def check(config: CaptureConfig) -> None:
 
 
 def _check_room(config: CaptureConfig) -> None:
-    """Raises ConfigError where the disk has less room than the states that are not stored yet will take.
+    """Raises ConfigError if the disk has less free space than the states still to be stored need.
 
-    They take no more than what `disk` leaves.
+    They need at most the part of `disk` that is not used yet.
     """
     out, target = Path(config.out), Checkpoint.open(config.target).config
     index = read_index(out) if (out / INDEX).exists() else None
@@ -585,13 +585,13 @@ def _check_room(config: CaptureConfig) -> None:
 
 
 def token_bytes(layers: int, hidden: int) -> int:
-    """Bytes of a stored token: bf16 states of the captured layers and the last one, 4 for its id, 1 for its loss."""
+    """Bytes per stored token: bf16 states of the captured layers and the last one, 4 for its id, 1 for its loss."""
     return (layers + 1) * hidden * 2 + 4 + 1
 
 
 def _holds(out: Path) -> str:
     if not (out / INDEX).exists():
-        return f"{out} holds nothing yet"
+        return f"{out} is empty"
     index = read_index(out)
     return (
         f"{out} holds {len(index.ids):,} examples, {index.tokens:,} tokens, {human(index.bytes)} in "

@@ -1,7 +1,7 @@
-"""What a drafter learns from: prompts with the target's own answers, as token ids, one example in a line of JSON.
+"""A drafter's training corpus: prompts with the target's own answers, as token ids, one JSON example per line.
 
-Reading skips what is no example and names it. Writing appends; a file that a kill has cut in the middle of a line is
-mended before it grows.
+Reading skips invalid lines and reports them. Writing appends; a last line that was cut by a kill is repaired
+first.
 """
 
 import os
@@ -17,11 +17,11 @@ from redline.disk import hold, unwritable, write_whole
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-SYNC_EXAMPLES = 64  # lines between two fsyncs: what a power cut can cost; a kill costs none
+SYNC_EXAMPLES = 64  # lines between two fsyncs: the most that a power failure loses; a kill loses none
 
 
 class Example(Record, frozen=True, kw_only=True):
-    """A prompt and its answer, as token ids. Answers include the stop id that ended them."""
+    """A prompt and its answer, as token ids. The answer includes the stop id that ended it."""
 
     id: str
     domain: str
@@ -35,7 +35,7 @@ class Example(Record, frozen=True, kw_only=True):
 
 
 class About(Record, frozen=True):
-    """Beside a corpus: whose answers it holds, and how they were drawn. One corpus has one."""
+    """Stored with a corpus: the target that answered, and the sampling parameters. The same for the whole corpus."""
 
     fingerprint: str
     temperature: float
@@ -45,27 +45,27 @@ class About(Record, frozen=True):
 
 
 class Corpus(NamedTuple):
-    """The examples of some files, and what was passed over in them."""
+    """The examples of some files, and messages about the lines that were skipped."""
 
     examples: list[Example]
     skipped: list[str]  # "file, line n: reason"
 
 
 def read_examples(*paths: Path) -> Corpus:
-    """All examples of the files, in order. Raises ConfigError where one cannot be read."""
+    """All examples of the files, in order. Raises ConfigError if a file cannot be read."""
     reader = Reader(*paths)
     return Corpus(list(reader), reader.skipped)
 
 
 class Reader:
-    """The examples of some files, one at a time.
+    """Iterates over the examples of some files.
 
-    skipped  grows: one message for each line that is no example, or has the id of an earlier one
+    skipped  filled while iterating: a message for each line that is not an example, or repeats an earlier id
     done     bytes read so far, of `size`
     """
 
     def __init__(self, *paths: Path) -> None:
-        """Raises ConfigError where a file is not there."""
+        """Raises ConfigError if a file does not exist."""
         self.skipped: list[str] = []
         self.done = 0
         try:
@@ -84,7 +84,7 @@ class Reader:
                         self.done += len(line)
                         try:
                             example = decoder.decode(line)
-                            reason = _wrong(example) if example.id not in seen else f"id {example.id!r} a second time"
+                            reason = _wrong(example) if example.id not in seen else f"duplicate id {example.id!r}"
                         except NOT_JSON as error:
                             example, reason = None, str(error) if line.strip() else "the line is empty"
                         if example is not None and reason is None:
@@ -107,11 +107,11 @@ def _wrong(example: Example) -> str | None:
 
 
 class Writer:
-    """Appends examples to a file, each whole or not at all. Use as a context manager.
+    """Appends examples to a file; each is written completely or not at all. Use as a context manager.
 
-    Opening makes the file if there is none, and mends it where a kill has cut it; `cut` counts the bytes that were no
-    line. Raises ConfigError where the file cannot be written or another process writes it, OSError where the disk is
-    full: what was appended stays.
+    Opening creates the file if needed and repairs a last line that was cut by a kill; `cut` is the number of bytes
+    removed. Raises ConfigError if the file cannot be written or another process is writing it, OSError if the disk is
+    full; appended examples are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +130,7 @@ class Writer:
         self._unsynced = 0
 
     def append(self, example: Example) -> None:
-        """Adds one line. Raises OSError where the disk is full; the file then ends with a whole line all the same."""
+        """Adds one line. Raises OSError if the disk is full; the file then still ends with a complete line."""
         line = msgspec.json.encode(example) + b"\n"
         end = os.fstat(self._file).st_size
         try:
@@ -146,7 +146,7 @@ class Writer:
             raise
 
     def close(self) -> None:
-        """Waits until all lines are on the disk, and lets other processes write the file."""
+        """Syncs all lines to disk, and releases the file's lock."""
         try:
             self._sync()
         finally:
@@ -165,15 +165,15 @@ class Writer:
     ) -> None:
         empty = os.fstat(self._file).st_size == 0
         self.close()
-        if kind is not None and empty:  # what failed before its first example leaves no file
+        if kind is not None and empty:  # if it failed before the first example, the file is removed
             self._path.unlink(missing_ok=True)
 
 
 def mend(path: Path) -> int:
-    """Ends the file's last line, or cuts it off where it is no whole JSON value. Returns how many bytes were cut off.
+    """Ends the file's last line, or removes it if it is not a complete JSON value. Returns the number of bytes removed.
 
-    Raises ConfigError where the file cannot be written, or another process is writing it: its last line may be in the
-    making.
+    Raises ConfigError if the file cannot be written, or if another process is writing it: that process may not have
+    finished the last line.
     """
     if not path.exists():
         return 0
@@ -193,7 +193,7 @@ def _mend(path: Path) -> int:
     with open(path, "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         start = end
-        while start > 0:  # backwards to the line's beginning
+        while start > 0:  # backwards to the beginning of the line
             step = min(start, 1 << 16)
             file.seek(start - step)
             newline = file.read(step).rfind(b"\n")
@@ -214,9 +214,9 @@ def _mend(path: Path) -> int:
 
 
 def read_about(corpus: Path) -> About | None:
-    """What a corpus says of whose answers it holds; None where it says nothing.
+    """The stored facts about a corpus's answers; None if there are none.
 
-    Raises ConfigError where that is damaged.
+    Raises ConfigError if they are damaged.
     """
     path = corpus.with_name(f"{corpus.name}.about.json")
     try:
@@ -228,9 +228,9 @@ def read_about(corpus: Path) -> About | None:
 
 
 def claim(corpus: Path, about: About) -> None:
-    """Writes whose answers the corpus holds.
+    """Stores the facts about the corpus's answers.
 
-    Raises ConfigError where it already says another, and OSError on a full disk.
+    Raises ConfigError if other facts are stored already, and OSError if the disk is full.
     """
     path, before = corpus.with_name(f"{corpus.name}.about.json"), read_about(corpus)
     if before is None:

@@ -1,4 +1,4 @@
-"""The target's own new answers to prompts that stand in a corpus as tokens."""
+"""New answers of the target to prompts that are stored in a corpus as tokens."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from hashlib import blake2b
@@ -10,7 +10,7 @@ from redline.draft.corpus.corpus import Example
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.engine import Engine
 
-JOBS = 256  # answers that are asked for at once
+JOBS = 256  # requests submitted at the same time
 
 
 def answer_afresh(
@@ -22,11 +22,11 @@ def answer_afresh(
     have: Container[str] = (),
     done: Callable[[int], object] = lambda asked: None,
 ) -> Iterator[Example]:
-    """Yields the target's own new answers, `answers` of them to each prompt of `chosen`, JOBS at a time.
+    """Yields `answers` new answers of the target to each prompt of `chosen`, in batches of JOBS requests.
 
-    sampling: of each, with a seed of its own made of `seed` and its id. Those whose ids are in `have` are not asked
-    for, and what the engine could not answer is left out. done: told after every JOBS answers how many were gone
-    through, of chosen x answers.
+    sampling: parameters of all requests; each has its own seed, derived from `seed` and its id. Ids in `have` are not
+    requested, and requests that fail are left out. done: called after every JOBS requests with the number processed so
+    far, of len(chosen) x answers.
     """
     stop_ids, room = engine.tokenizer.stop_ids, engine.engine.layout.max_model_len
     wanted = [(example, f"{example.id} again {number}") for example in chosen for number in range(1, answers + 1)]

@@ -1,8 +1,8 @@
-"""What the target is asked: our own templates, a domain each, and users' files.
+"""Prompts for the target: built-in templates, one set per domain, and users' files.
 
-A template is a text with slots. `{city}` is a word of a list, whose entries may have slots themselves; `{2..19}` is a
-number; `{city:1}` and `{2..19:1}` are the same again wherever they stand in one prompt. Answers must not depend on one
-wording of the frame, so system prompts, suffixes, tool declarations, earlier turns and thinking vary as well.
+A template is a text with slots. `{city}` is a random entry of a word list, and entries may have slots themselves;
+`{2..19}` is a random number; `{city:1}` and `{2..19:1}` have the same value wherever they occur in one prompt. So that
+answers do not depend on one wording, system prompts, suffixes, tool declarations, earlier turns and thinking vary too.
 """
 
 import json
@@ -22,10 +22,10 @@ from redline.errors import ConfigError
 Turns = Literal["all", "last"]
 
 DOMAINS = ("code", "math", "agent", "science", "multilingual", "chat", "long")
-LONG_CHARACTERS = (4_000, 40_000)  # of a document, drawn evenly over the logarithm
-TRIES = 200  # draws in a row without a new prompt, after which a domain has no more
+LONG_CHARACTERS = (4_000, 40_000)  # length of a document, log-uniform
+TRIES = 200  # after this number of draws in a row without a new prompt, a domain counts as exhausted
 
-# Shares of prompts, where the frame varies.
+# Probabilities of the optional parts of a prompt.
 SYSTEM, SUFFIX, INSTANT, EARLIER, TOOLS_UNUSED = 0.5, 0.35, 0.2, 0.3, 0.05
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -33,7 +33,7 @@ _SLOT = re.compile(r"\{(?:(?P<low>\d+)\.\.(?P<high>\d+)|(?P<name>[A-Za-z_]+))(?:
 
 
 class Prompt(Chat, frozen=True, kw_only=True):
-    """One line of a prompt file. Where there is no id, it is made of the content."""
+    """One line of a prompt file. If it has no id, one is made from its content."""
 
     domain: str
     id: str = ""
@@ -42,17 +42,18 @@ class Prompt(Chat, frozen=True, kw_only=True):
 
 
 class Prompts(NamedTuple):
-    """The prompts of some files, and what was passed over in them."""
+    """The prompts of some files, and messages about the lines that were skipped."""
 
     prompts: list[Prompt]
     skipped: list[str]  # "file, line n: reason"
 
 
 def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
-    """The prompts of users' files, in order, each with an id. What is no prompt is skipped and named.
+    """The prompts of users' files, in order, each with an id. Lines that are not prompts are skipped and reported.
 
-    An answer at the end of a conversation is dropped: the target gives its own. With `turns` all, it is asked for each
-    earlier answer too, before the conversation itself (`earlier`). Raises ConfigError where a file cannot be read.
+    An answer at the end of a conversation is dropped: the target generates its own. With `turns` "all", the earlier
+    answers are generated too, each as a prompt before the conversation itself (`earlier`). Raises ConfigError if a file
+    cannot be read.
     """
     decoder = msgspec.json.Decoder(Prompt)
     found = Prompts([], [])
@@ -65,7 +66,7 @@ def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
         for number, line in enumerate(lines, 1):
             try:
                 prompt = named(_without_answer(decoder.decode(line)))
-                reason = _wrong(prompt) or (f"id {prompt.id!r} a second time" if prompt.id in seen else None)
+                reason = _wrong(prompt) or (f"duplicate id {prompt.id!r}" if prompt.id in seen else None)
             except NOT_JSON as error:
                 prompt, reason = None, str(error) if line.strip() else "the line is empty"
             if prompt is not None and reason is None:
@@ -78,9 +79,10 @@ def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
 
 
 def earlier(prompt: Prompt) -> list[Prompt]:
-    """What each earlier answer of the conversation was given to: all that stands before it.
+    """A prompt for each earlier answer of the conversation: all messages before that answer.
 
-    A turn of a prompt with a content id has one too, so a log in which each request repeats the last is asked once.
+    If the prompt's id is made from its content, so are these ids, so a log in which each request repeats the previous
+    one yields each prompt once.
     """
     made_id = named(msgspec.structs.replace(prompt, id="")).id
     found: list[Prompt] = []
@@ -96,8 +98,8 @@ def prompts(
 ) -> list[Prompt]:
     """`count` distinct prompts of each domain. A larger count continues a smaller one.
 
-    long_characters: shortest and longest document of the domain long. Raises ConfigError for a domain that we have no
-    templates for, or when its templates are exhausted.
+    long_characters: minimum and maximum length of documents in the domain long. Raises ConfigError for a domain without
+    templates, or if its templates are exhausted.
     """
     found: list[Prompt] = []
     for domain in domains:
@@ -117,7 +119,7 @@ def prompts(
 
 
 def named(prompt: Prompt) -> Prompt:
-    """The prompt with an id; one that has none gets one made of its content, the same for the same content."""
+    """The prompt with an id; a missing id is made from the content, and is equal for equal content."""
     if prompt.id:
         return prompt
     digest = blake2b(msgspec.json.encode(prompt, order="sorted"), digest_size=8).hexdigest()
@@ -128,7 +130,7 @@ def _wrong(prompt: Prompt) -> str | None:
     if not prompt.domain:
         return "domain is empty"
     if not prompt.messages:
-        return "messages has nobody to answer"
+        return "messages has no message to answer"
     return None
 
 
@@ -143,7 +145,7 @@ def _without_answer(prompt: Prompt) -> Prompt:
 
 
 class _Filler:
-    """Fills slots for one prompt: what has a key is drawn once."""
+    """Fills slots for one prompt: a slot with a key is drawn once."""
 
     def __init__(self, rng: random.Random, words: Mapping[str, Sequence[str]]) -> None:
         self._rng = rng
@@ -154,7 +156,7 @@ class _Filler:
         return _SLOT.sub(self._slot, template)
 
     def value(self, template: Any) -> Any:
-        """JSON with slots in its strings. A string that is one slot of numbers becomes a number."""
+        """JSON with its slots filled. A string that consists of one number slot becomes a number."""
         if isinstance(template, str):
             slot = _SLOT.fullmatch(template)
             return int(self.text(template)) if slot and slot["low"] else self.text(template)
@@ -175,14 +177,14 @@ class _Filler:
             choices = [word for word in self._words[slot["name"]] if word not in taken] if key else ()
             text = self.text(_pick(self._rng, choices or self._words[slot["name"]]))
         else:
-            return slot[0]  # braces of a program
+            return slot[0]  # braces of program code, not a slot
         if key:
             self._kept[key] = text
         return text
 
 
 def _pick(rng: random.Random, choices: Sequence[Any]) -> Any:
-    """`random()` alone is promised to stay the same from one Python to the next."""
+    """Uses `random()`, the only method with guaranteed equal results across Python versions."""
     return choices[int(rng.random() * len(choices))]
 
 
@@ -199,7 +201,7 @@ def _templates(name: str) -> dict[str, Any]:
 
 
 def _drawn(domain: str, rng: random.Random, long_characters: tuple[int, int]) -> Iterator[Prompt]:
-    """Prompts of a domain without end."""
+    """An endless sequence of prompts of a domain."""
     templates = _templates(domain)
     words = {**_templates("common")["words"], **templates.get("words", {})}
     while True:
@@ -214,7 +216,7 @@ def _drawn(domain: str, rng: random.Random, long_characters: tuple[int, int]) ->
 
 
 def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> Prompt:
-    """A question, perhaps after an exchange about something else, perhaps among tools that it does not need."""
+    """A question, optionally after an exchange about another topic, and optionally with tools that it does not need."""
     common = _templates("common")
     words = group["words"] if "language" in group else {**common["words"], **group["words"]}
     filler = _Filler(rng, words)
@@ -246,7 +248,7 @@ def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> Prompt:
 
 
 def _agent(rng: random.Random, templates: Mapping[str, Any], words: Mapping[str, Sequence[str]]) -> Prompt:
-    """A request with tools, those that it needs among others: before a call, behind its result, or after an answer."""
+    """A request with the tools that it needs and others; it ends before a call, after a result, or after an answer."""
     families: list[dict[str, Any]] = templates["families"]
     family = _pick(rng, families)
     filler = _Filler(rng, words)

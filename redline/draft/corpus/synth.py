@@ -1,7 +1,7 @@
-"""`redline draft synth`: the target answers prompts, as it is served, and each answer becomes an example.
+"""`redline draft synth`: the target answers prompts, sampled as in serving, and each answer becomes an example.
 
-Examples are appended as they end. What is in the file is not asked again, so the same command goes on after a kill, a
-Ctrl-C or a full disk.
+Examples are appended as they finish. Prompts with an answer in the file are skipped, so the same command resumes after
+a kill, a Ctrl-C or a full disk.
 """
 
 from collections import Counter
@@ -33,50 +33,50 @@ from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
-TOGETHER = 2  # one in so many slots is free before jobs begin together on a GPU
-BULK_TOKENS = 8192  # positions of a step there: prompts are taken in whole
-NAMED = 20  # skipped prompts that are printed one by one
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
+TOGETHER = 2  # on a GPU, jobs begin when 1 / TOGETHER of the slots are free
+BULK_TOKENS = 8192  # token budget of a step on a GPU, so that whole prompts fit
+NAMED = 20  # maximum number of skipped prompts that are printed one by one
+INTERRUPTED = 130  # the exit status of shells for SIGINT
 
 
 class SynthConfig(Record, frozen=True):
-    """What `redline draft synth` is told."""
+    """Settings of `redline draft synth`."""
 
     weights: str  # the target's folder
     out: str  # the corpus
     prompts: tuple[str, ...] = ()  # files of prompts
-    turns: Turns = "all"  # of users' conversations: each answer is asked for, or the last
-    domains: tuple[str, ...] = ()  # those of our own templates that are asked
+    turns: Turns = "all"  # of users' conversations: generate all answers, or only the last
+    domains: tuple[str, ...] = ()  # built-in template domains to use
     count: int = 1000  # prompts of each domain
     samples: int = 1  # answers to each prompt
     max_tokens: int = 2048  # of an answer
-    temperature: float | None = None  # absent: as the checkpoint is served
+    temperature: float | None = None  # None: the checkpoint's default
     top_p: float | None = None
     seed: int = 0
-    shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
-    long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
+    shard: str = "1/1"  # i/n: this process answers every n-th prompt, beginning with the i-th
+    long_characters: tuple[int, int] = LONG_CHARACTERS  # length of documents in the domain long
     engine: EngineConfig = EngineConfig()  # batch: max_running
 
 
 Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
 Told = Callable[[int, float], object]
-"""What hears of a verb's work when it is done: its tokens, and its seconds without loading."""
+"""Callback at the end of a verb's work: number of tokens, and seconds without loading."""
 
 
 class Done(Record, frozen=True):
-    """What a run of `synth` did."""
+    """The result of one run of `synth`."""
 
     answers: int
-    tokens: int  # of answers
+    tokens: int  # number of answer tokens
     seconds: float
-    skipped: tuple[str, ...]  # prompts that the engine refused: "id: reason"
+    skipped: tuple[str, ...]  # prompts that the engine rejected: "id: reason"
 
 
 def run(config: SynthConfig, console: Console, told: Told = lambda tokens, seconds: None) -> int:
-    """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
+    """Returns 0; 1 if the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
     asked = check(config)
     check_output(Path(config.out))
-    _name(console, asked.skipped, "lines", "are no prompts")
+    _name(console, asked.skipped, "lines", "are not prompts")
     before = len(existing(Path(config.out)))
     start = clock.monotonic()
     tokens = 0
@@ -113,21 +113,21 @@ def run(config: SynthConfig, console: Console, told: Told = lambda tokens, secon
 
 
 def check(config: SynthConfig) -> "_Asked":
-    """What will be asked. Raises ConfigError or CheckpointError where something is wrong or missing.
+    """The prompts to answer. Raises ConfigError or CheckpointError if a setting is wrong or missing.
 
-    Nothing is loaded yet.
+    Does not load the model.
     """
     asked = wanted(config)
     if not asked.prompts:
         raise ConfigError(
-            f"{', '.join(config.prompts)}: no prompt in it; expected one JSON a line with domain, messages"
+            f"{', '.join(config.prompts)}: contains no prompt; expected one JSON per line with domain, messages"
         )
     target = Path(config.weights)
     check_target(target, config.engine.device)
     if config.samples > 1 and _temperature(config) == 0:
         raise ConfigError(
             f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
-            "temperature (the checkpoint asks for 0)"
+            "temperature (the checkpoint's default is 0)"
         )
     if isinstance(config.engine.speculation, Learned):
         Eagle3.open(config.engine.speculation.drafter, Checkpoint.open(target).config)
@@ -135,7 +135,7 @@ def check(config: SynthConfig) -> "_Asked":
 
 
 def check_target(folder: Path, device: str | None) -> None:
-    """Raises ConfigError or CheckpointError where this folder could not be asked.
+    """Raises ConfigError or CheckpointError if this folder cannot be served.
 
     device: None: the GPU, if there is one.
     """
@@ -147,9 +147,9 @@ def check_target(folder: Path, device: str | None) -> None:
 
 
 def wanted(config: SynthConfig) -> "_Asked":
-    """This shard's prompts, each as often as it has samples. Raises ConfigError."""
+    """This shard's prompts, each repeated `samples` times. Raises ConfigError."""
     if not config.prompts and not config.domains:
-        raise ConfigError("prompts: nothing to ask: name a file of prompts, or domains")
+        raise ConfigError("prompts: nothing to answer: give a file of prompts, or domains")
     for name, least in (("count", 1), ("samples", 1), ("max_tokens", 1)):
         if getattr(config, name) < least:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
@@ -179,9 +179,9 @@ class _Asked(Record, frozen=True):
 
 
 def existing(out: Path) -> set[str]:
-    """The ids of the examples that a corpus holds, after it was mended; none where there is no file.
+    """The ids of a corpus's examples, after repairing its last line; empty if there is no file.
 
-    Raises ConfigError where it cannot be written, or another process is writing it.
+    Raises ConfigError if it cannot be written, or another process is writing it.
     """
     if not out.exists():
         return set()
@@ -195,10 +195,10 @@ def synth(
     open_target: Open,
     progress: Callable[[int, int, int], None] = lambda answers, total, tokens: None,
 ) -> Done:
-    """Answers what the corpus does not hold yet, and appends. Whatever is raised, what was appended stays.
+    """Generates the answers that the corpus does not contain yet, and appends them. On any error appended answers stay.
 
-    progress(answers there, answers in all, new tokens) is called as answers end. Raises ConfigError where
-    the corpus is of another target or sampling, OSError where the disk is full.
+    progress(answers in the corpus, answers in total, new tokens) is called as answers finish. Raises ConfigError if the
+    corpus has another target or other sampling parameters, OSError if the disk is full.
     """
     out = Path(config.out)
     there = existing(out)
@@ -212,7 +212,7 @@ def synth(
         about = about_of(config, target.fingerprint)
         claim(out, about)
         start = clock.monotonic()
-        answers: dict[JobId, _Answer] = {}  # those in the making
+        answers: dict[JobId, _Answer] = {}  # answers in progress
 
         def jobs() -> Iterator[Job]:
             for prompt in waiting:
@@ -241,16 +241,16 @@ def synth(
 
 
 def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:
-    """The engine that answers. Raises ConfigError or CheckpointError where it cannot be loaded."""
+    """The engine that generates the answers. Raises ConfigError or CheckpointError if it cannot be loaded."""
     return Engine.open(config.weights, in_bulk(config.engine))
 
 
 def in_bulk(config: EngineConfig) -> EngineConfig:
-    """The config for answers that nobody waits for, in what it leaves open.
+    """The config for offline generation: sets what the given config leaves at its default.
 
-    On a GPU a step with prompts is led by the host and costs as much as ten that are replayed, whether it takes one
-    prompt or thirty: jobs begin half of the slots at a time, in steps that hold their prompts. On a CPU a step costs
-    what it computes.
+    On a GPU a step with prompts runs eagerly and costs as much as ten CUDA graph replays, whether it has one prompt or
+    thirty. So jobs are admitted when half of the slots are free, in steps large enough for their prompts. On a CPU a
+    step's cost is proportional to its tokens, so the config is unchanged.
     """
     if pick_device(config.device).type == "cpu":
         return config
@@ -260,7 +260,7 @@ def in_bulk(config: EngineConfig) -> EngineConfig:
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
-    """Whose answers these are, and how they are drawn: as the checkpoint is served, but for what the config says."""
+    """The target and the sampling parameters: the checkpoint's defaults unless the config overrides them."""
     served = generation_config_of(Path(config.weights))
     return About(
         fingerprint=fingerprint,
@@ -276,7 +276,7 @@ def _temperature(config: SynthConfig) -> float:
 
 
 def sampling_check(temperature: float | None, top_p: float | None) -> None:
-    """Raises ConfigError for what no engine samples with. None: what the checkpoint asks for."""
+    """Raises ConfigError for sampling parameters out of range. None: the checkpoint's default."""
     if temperature is not None and not 0 <= temperature <= 2:
         raise ConfigError(f"temperature is {temperature}; expected 0 to 2")
     if top_p is not None and not 0 < top_p <= 1:
@@ -316,7 +316,7 @@ class _Answer:
 
 
 def _job(config: SynthConfig, about: About, target: JobRunner, prompt: Prompt) -> Job:
-    """The prompt in the target's template. Its randomness is its own, and the same in every run."""
+    """The prompt in the target's template. Its seed is derived from its id, and is the same in every run."""
     tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
     sampling = Sampling(
         max_tokens=config.max_tokens,
@@ -345,11 +345,11 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _kept(config: SynthConfig, before: int, why: str) -> str:
     there = len(existing(Path(config.out)))
-    return f"{why}: {there - before:,} new answers are kept, {there:,} in {config.out}; the same command goes on"
+    return f"{why}: {there - before:,} new answers are kept, {there:,} in {config.out}; run the same command to resume"
 
 
 def _name(console: Console, messages: Sequence[str], what: str, why: str) -> None:
-    """Says what was skipped: each by name as long as they are few, and how many."""
+    """Prints the skipped prompts: the first NAMED of them by name, then counts by reason and the total."""
     if not messages:
         return
     for message in messages[:NAMED]:

@@ -1,8 +1,8 @@
-"""The target as a teacher: token ids in, the states that a drafter reads and is judged by out.
+"""The target as a teacher: takes token ids, returns the hidden states that a drafter is trained on and compared with.
 
-The target reads every sequence as a prompt: positions go through the expanded form of attention, several sequences side
-by side in one call of `K2.forward`, over pages of its own. A call has at most `call_tokens` tokens; a sequence that is
-longer goes through in chunks.
+Every sequence is processed as a prompt: positions use the expanded form of attention, several sequences per call of
+`K2.forward`, over their own KV pages. A call has at most `call_tokens` tokens; a longer sequence is processed in
+chunks.
 
 n tokens of a sequence, T tokens of a call, L captured layers, D hidden, V vocabulary.
 """
@@ -25,15 +25,15 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.engine import pick_device
 
 CALL_TOKENS = 8192
-CALL_TOKENS_GPU = 65536  # a call is hundreds of launches, whatever its size
-SCORES = 1 << 28  # entries of heads x chunk x context in attention by the reference: 1 GiB of float32
+CALL_TOKENS_GPU = 65536  # a call is hundreds of launches, regardless of its size
+SCORES = 1 << 28  # maximum of heads x chunk x context in the reference attention: 1 GiB of float32
 
 
 class States(NamedTuple):
-    """What the target thinks over one sequence, bf16. Both are of the token's own position, not of the one before."""
+    """The target's states over one sequence, bf16, both at the token's own position, not at the previous one."""
 
-    features: Tensor  # [n, L, D]: the residual stream as it enters each captured layer, not normed
-    last: Tensor  # [n, D]: what the head reads
+    features: Tensor  # [n, L, D]: the residual stream at the input of each captured layer, not normed
+    last: Tensor  # [n, D]: the input of the head
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Piece:
 
 
 def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, ...]:
-    """The layers whose input is kept; None: as engines do. Raises ConfigError where the target has no such layers."""
+    """The layers to capture the input of; None: the engines' default. ConfigError if the target lacks such layers."""
     layers = target.num_hidden_layers
     if layer_ids is None:
         return default_layer_ids(layers)
@@ -56,17 +56,17 @@ def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, .
 
 
 class Target:
-    """A loaded K2 and its pages, which grow to what the longest group of sequences has needed.
+    """A loaded K2 and its KV pages, which grow to the size of the largest group of sequences so far.
 
-    fingerprint  of the checkpoint: the same files, the same states
-    layer_ids    as in vLLM and SGLang: k is the state that enters layer k
-    call_tokens  of one call of the model, at most
+    fingerprint  of the checkpoint: equal files have equal states
+    layer_ids    as in vLLM and SGLang: k is the input of layer k
+    call_tokens  maximum tokens of one call of the model
     """
 
     def __init__(
         self, model: K2, fingerprint: str, layer_ids: Sequence[int] | None = None, call_tokens: int | None = None
     ) -> None:
-        """Raises ConfigError where the model has no such layers."""
+        """Raises ConfigError if the model does not have these layers."""
         self.model = model
         self.fingerprint = fingerprint
         self.layer_ids = layers_of(layer_ids, model.config)
@@ -81,9 +81,9 @@ class Target:
         layer_ids: Sequence[int] | None = None,
         progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> "Target":
-        """Loads a checkpoint's folder. device: None: the GPU, if there is one. layer_ids: None: as engines capture.
+        """Loads a checkpoint. device None: the GPU, if there is one. layer_ids None: the engines' default.
 
-        progress: (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        progress: (bytes read, bytes in total). Raises ConfigError or CheckpointError.
         """
         checkpoint = Checkpoint.open(folder)
         done = 0
@@ -108,16 +108,16 @@ class Target:
 
     @property
     def head(self) -> Tensor:
-        """bf16 [V, D]; a copy where kernels want another layout."""
+        """bf16 [V, D]; a copy if the kernels use another layout."""
         return self.model.head.dense()
 
     def refusal(self, tokens: Sequence[int]) -> str | None:
-        """Why the target cannot read these; None: it can."""
+        """The reason why the target cannot process these tokens; None if it can."""
         reads, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
         if not tokens:
             return "no tokens"
         if len(tokens) > reads:
-            return f"{len(tokens):,} tokens; this model reads {reads:,} at most"
+            return f"{len(tokens):,} tokens; this model supports at most {reads:,}"
         if min(tokens) < 0 or max(tokens) >= vocabulary:
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             return f"token id {wrong}; ids go from 0 to {vocabulary - 1}"
@@ -126,7 +126,7 @@ class Target:
     def features(self, sequences: Sequence[Sequence[int]]) -> list[States]:
         """The states over each sequence of token ids, on the model's device.
 
-        Raises ConfigError for a sequence that the target cannot read (`refusal`).
+        Raises ConfigError for a sequence that the target cannot process (`refusal`).
         """
         for number, tokens in enumerate(sequences):
             if (reason := self.refusal(tokens)) is not None:
@@ -146,8 +146,8 @@ class Target:
         return States(features, features.new_empty(tokens, self.config.hidden_size))
 
     def _compute(self, group: Sequence[Sequence[int]], states: States) -> None:
-        """Fills the states of sequences that share calls, which lie one behind another. Their pages stay until all of
-        them are done."""
+        """Fills the states of sequences that share calls; their rows are concatenated. Their pages are kept until all
+        of them are done."""
         tables = self._tables([len(tokens) for tokens in group])
         ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in group]
         end = 0
@@ -159,7 +159,7 @@ class Target:
             states.last[first:end] = last_TD
 
     def _calls(self, group: Sequence[Sequence[int]]) -> Iterator[list[_Piece]]:
-        """All positions of the group, in order, at most `call_tokens` in a call."""
+        """All positions of the group, in order, at most `call_tokens` per call."""
         call: list[_Piece] = []
         room = self.call_tokens
         for number, tokens in enumerate(group):
@@ -201,7 +201,7 @@ class Target:
         )
 
     def _tables(self, lengths: Sequence[int]) -> Tensor:
-        """int32 [sequences, pages of the longest]: consecutive pages for each, of a pool that grows as it must."""
+        """int32 [sequences, pages of the longest]: consecutive pages for each, from a pool that grows on demand."""
         needed = [-(-length // PAGE_TOKENS) for length in lengths]
         if self._planes.numel() == 0 or self._planes.shape[1] < sum(needed):
             config = self.config
@@ -217,7 +217,7 @@ class Target:
 
 
 def _groups(sequences: Sequence[Sequence[int]], tokens: int) -> Iterator[list[Sequence[int]]]:
-    """Neighbours that fit into one call together; one that does not fit is alone."""
+    """Groups of consecutive sequences that fit into one call; a longer sequence is a group of its own."""
     group: list[Sequence[int]] = []
     total = 0
     for sequence in sequences:

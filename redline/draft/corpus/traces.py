@@ -1,8 +1,8 @@
-"""Acceptance traces: what a serving engine wrote down of its rounds, as examples to learn from.
+"""Acceptance traces: speculative decoding rounds logged by a serving engine, as examples for training.
 
-One JSON object a line: {"id", "tokens": prompt and answer, "prompt": how many are prompt, "finish", "rounds":
-[[position of the first draft, verified, accepted], ...], and perhaps "domain" and "language"}. A trace holds users'
-text.
+One JSON object per line: {"id", "tokens": prompt and answer, "prompt": number of prompt tokens, "finish", "rounds":
+[[position of the first draft, verified, accepted], ...], and optionally "domain" and "language"}. A trace contains
+users' text.
 """
 
 from pathlib import Path
@@ -13,11 +13,11 @@ from redline.chat.lines import NOT_JSON
 from redline.draft.corpus.corpus import Corpus, Example
 from redline.errors import ConfigError
 
-TRAFFIC = "traffic"  # the domain of lines that name none
+TRAFFIC = "traffic"  # the domain of lines without one
 
 
 class _Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that we do not know are left alone: a newer engine may say more."""
+    """Unknown fields are ignored: newer engines may add some."""
 
     id: str
     tokens: tuple[int, ...]
@@ -29,19 +29,19 @@ class _Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_file(named: str) -> tuple[str, Path]:
-    """DOMAIN=FILE, or FILE, as (domain, file); without one the domain is TRAFFIC.
+    """DOMAIN=FILE, or FILE, as (domain, file); the default domain is TRAFFIC.
 
-    A file whose own name has a = is taken whole where there is such a file.
+    If a file with the whole text as its name exists, the = is part of the name.
     """
     domain, sign, path = named.partition("=")
     return (domain, Path(path)) if sign and domain and not Path(named).exists() else (TRAFFIC, Path(named))
 
 
 def read_traces(*files: str) -> Corpus:
-    """The traces as examples, and a message naming file and line for each line that is none.
+    """The traces as examples, and a message with file and line for each invalid line.
 
-    files: DOMAIN=FILE or FILE (`trace_file`); the domain is for those lines that name none. Answers without a token,
-    and those that ended in an error, are left out without a message. Raises ConfigError where a file cannot be read.
+    files: DOMAIN=FILE or FILE (`trace_file`); the domain applies to lines without one. Empty answers, and answers that
+    ended in an error, are omitted without a message. Raises ConfigError if a file cannot be read.
     """
     examples: list[Example] = []
     skipped: list[str] = []
@@ -61,7 +61,7 @@ def read_traces(*files: str) -> Corpus:
             if trace.prompt < len(trace.tokens) and trace.finish != "error":
                 examples.append(
                     Example(
-                        id=f"{path.stem} {number} {trace.id}",  # ids of requests may come back after a restart
+                        id=f"{path.stem} {number} {trace.id}",  # request ids may repeat after a restart
                         domain=trace.domain or domain,
                         language=trace.language,
                         tokens=trace.tokens,
@@ -75,7 +75,7 @@ def read_traces(*files: str) -> Corpus:
 
 
 def _check(trace: _Trace) -> None:
-    """Raises ValueError for a trace whose numbers contradict each other."""
+    """Raises ValueError if the numbers of a trace are inconsistent."""
     if not 0 < trace.prompt <= len(trace.tokens) or min(trace.tokens) < 0:
         raise ValueError(
             f"prompt is {trace.prompt} of {len(trace.tokens)} tokens; expected ids from 0 on, and a prompt"

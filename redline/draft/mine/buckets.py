@@ -1,7 +1,7 @@
-"""Where a drafter loses acceptance length: positions sorted into buckets, and the buckets by what they cost.
+"""Where a drafter loses acceptance length: positions are grouped into buckets, and buckets are ranked by cost.
 
-A position belongs to one bucket of each dimension: the domain and the language of its example, how long the text before
-it is, and how far behind the answer's beginning, or behind the last control token, it stands.
+A position belongs to one bucket of each dimension: the domain and the language of its example, the length of the text
+before it, and its distance from the start of the answer and from the last control token.
 
 R rows of an example, as in `difficulty`.
 """
@@ -22,26 +22,26 @@ _DISTANCES = (4, 16, 64, 256)
 
 
 class Bucket(Record, frozen=True):
-    """One row of the report. `cost`: share x lost, what the average round of all traffic loses here."""
+    """One row of the report. `cost`: share x lost, the loss of the average round of all traffic in this bucket."""
 
     dimension: str
     name: str
     positions: int
-    share: float  # of the traffic; of all positions where the traffic is not told
+    share: float  # of the traffic; of all positions if the traffic is not given
     acceptance: float  # of the first draft
     gap: float  # reducible, of the first draft
-    length: float  # expected acceptance length, the target's own token included
+    length: float  # expected acceptance length, including the target's own token
     longest: float  # the same at the ceiling
-    rejected: int = 0  # rounds that the serving engine saw rejected here (traces)
+    rejected: int = 0  # number of rounds that the serving engine rejected here (from traces)
 
     @property
     def lost(self) -> float:
-        """Tokens per round that rounds from here lose to their ceiling."""
+        """Tokens per round lost, compared with the ceiling, by rounds that begin in this bucket."""
         return self.longest - self.length
 
     @property
     def cost(self) -> float:
-        """Tokens per round of all traffic that are lost here."""
+        """Tokens per round of all traffic lost in this bucket."""
         return self.share * self.lost
 
 
@@ -49,14 +49,14 @@ class Bucket(Record, frozen=True):
 class Scored:
     """An example with its scores, and arrays [R] over its positions.
 
-    rejected_R: 1 where a trace says that the draft there was refused. since_start_R, since_control_R: distances in
-    tokens from the answer's beginning and from the last control token.
+    rejected_R: 1 if a trace has a rejected draft at that position. since_start_R, since_control_R: distances in tokens
+    from the start of the answer and from the last control token.
     """
 
     id: str
     domain: str
     language: str
-    answer: int  # tokens of the answer
+    answer: int  # number of answer tokens
     scores: Scores
     since_start_R: Ints
     since_control_R: Ints
@@ -64,12 +64,12 @@ class Scored:
 
     @property
     def hardness_R(self) -> "np.ndarray":
-        """The reducible gap of each position [R]; it counts twice where a served draft was refused."""
+        """The reducible gap of each position [R], doubled at positions where a served draft was rejected."""
         return self.scores.gap_R * (1 + self.rejected_R)
 
     @property
     def hardness(self) -> float:
-        """The mean hardness of the example's positions; 0 where it has none."""
+        """The mean hardness of the example's positions; 0 if it has none."""
         return float(self.hardness_R.mean()) if len(self.scores.position_R) else 0.0
 
 
@@ -81,7 +81,7 @@ class _Sum:
 
 
 def since_control(tokens: Sequence[int], controls: frozenset[int], positions: Ints) -> Ints:
-    """How many tokens behind the last control token each position stands; from the start where there is none.
+    """Distance in tokens of each position from the last control token before it; from the start if there is none.
 
     int64 [R].
     """
@@ -94,7 +94,7 @@ def since_control(tokens: Sequence[int], controls: frozenset[int], positions: In
 
 
 def rejections(rounds: Iterable[tuple[int, int, int]], positions: Ints) -> Ints:
-    """1 for each of `positions` at which a round refused a draft, else 0: int64 [R].
+    """1 for each of `positions` at which a round rejected a draft, else 0: int64 [R].
 
     rounds: (position of the first draft, proposed, accepted) of each.
     """
@@ -103,10 +103,10 @@ def rejections(rounds: Iterable[tuple[int, int, int]], positions: Ints) -> Ints:
 
 
 def buckets(scored: Iterable[Scored], traffic: Mapping[str, float] | None = None) -> list[Bucket]:
-    """Every bucket with a position in it, the one that costs most first.
+    """All buckets that contain a position, in order of decreasing cost.
 
-    traffic: share of each domain; the positions of a domain are weighted so that it has it. Domains that it does not
-    name have no traffic. None: each position counts once.
+    traffic: share of each domain; positions are weighted so that their domain has that share. Domains that are missing
+    have no traffic. None: each position counts once.
     """
     found: dict[tuple[str, str, str], _Sum] = defaultdict(_Sum)
     for one in scored:
@@ -173,7 +173,7 @@ def _names(one: Scored) -> dict[str, "np.ndarray"]:
 
 
 def _classes(values: Ints, limits: Sequence[int]) -> "np.ndarray":
-    """Names such as "<= 4", "5-16", "> 256"."""
+    """Names of the classes, such as "<= 4", "5-16", "> 256"."""
     names = [f"<= {limits[0]:,}"]
     names += [f"{low + 1:,}-{high:,}" for low, high in itertools.pairwise(limits)]
     names.append(f"> {limits[-1]:,}")

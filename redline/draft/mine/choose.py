@@ -1,6 +1,6 @@
-"""Which examples to train on next: chosen by what could be learned from them, mixed with what is known already.
+"""Chooses the examples to train on next, by how much can be learned from them, and mixes them with the base set.
 
-Deterministic in a seed, whatever the order in which the examples come.
+Deterministic in a seed, independent of the order of the examples.
 """
 
 import math
@@ -15,15 +15,15 @@ from redline.draft.corpus.corpus import Example
 from redline.draft.mine.buckets import Scored
 
 Choose = Literal["gap", "uniform"]
-MOST = 5.0  # times the mean weight; no example is worth more
+MOST = 5.0  # maximum weight of an example, as a multiple of the mean weight
 
 
 def weights(scored: Sequence[Scored], traffic: Mapping[str, float] | None, by: Choose) -> list[float]:
-    """How likely each example is chosen, relative to the mean; none is above MOST.
+    """The sampling weight of each example, relative to the mean; at most MOST.
 
-    A bucket here is a domain in a language. All of it together weighs (share of the traffic)^.5 x its mean hardness,
-    spread over its examples by theirs; so a rare kind of traffic is heard, and a common one does not drown it.
-    `uniform` puts 1 in the place of hardness: the control arm of a comparison. traffic: share of each domain; None or
+    A bucket here is a domain in a language. Its total weight is (share of the traffic)^.5 x its mean hardness, divided
+    among its examples in proportion to their hardness; so rare traffic is represented, and common traffic does not
+    dominate. `uniform` replaces hardness by 1: the control arm of a comparison. traffic: share of each domain; None or
     empty: as in the examples, by answer tokens.
     """
     count: dict[tuple[str, str], int] = defaultdict(int)
@@ -61,10 +61,11 @@ def choose(
     times: int = 1,
     seed: int = 0,
 ) -> list[int]:
-    """Places in `scored`, in the order of the draw: weighted, without replacement, until the budget is full.
+    """Indices in `scored`, in order of the draw: weighted, without replacement, until the budget is used.
 
-    budget: answer tokens; an example takes `times` its own answer's. No bucket (domain and language) gets more than
-    `cap` of it, where there are several. With `equal_domains` every domain has an equal part, and may fill it.
+    budget: answer tokens; an example uses `times` the tokens of its own answer. If there are several buckets (domain
+    and language), each gets at most `cap` of the budget. With `equal_domains` every domain has an equal share, which
+    one bucket may use completely.
     """
     domains = sorted({one.domain for one in scored})
     part = budget // len(domains) if equal_domains and domains else budget
@@ -89,26 +90,26 @@ def choose(
 
 
 def _key(id: str, weight: float, seed: int) -> float:
-    """Efraimidis and Spirakis, 2006: the smallest keys -log(u) / w are a weighted draw without replacement."""
+    """Efraimidis and Spirakis, 2006: the smallest keys -log(u) / w are a weighted sample without replacement."""
     return math.inf if weight <= 0 else -math.log(uniform(id, seed)) / weight
 
 
 def uniform(id: str, seed: int) -> float:
-    """A number in (0, 1) that is a function of id and seed alone."""
+    """A number in (0, 1) that depends only on id and seed."""
     digest = blake2b(f"{seed}\0{id}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") + 0.5) / 2**64
 
 
 def window(example: Example, hardness_R: "np.ndarray", tokens: int) -> Example | None:
-    """The example cut to the `tokens` answer tokens that hold the most hardness, behind all that stands before them.
+    """The example cut to the `tokens` consecutive answer tokens with the most hardness, and all tokens before them.
 
-    None where the answer is no longer than that. What stands before is prompt to the trainer: it makes features, and no
-    loss. hardness_R: of positions prompt + 1 on.
+    None if the answer is not longer than `tokens`. The earlier tokens become prompt for the trainer: they have features
+    but no loss. hardness_R: of positions from prompt + 1 on.
     """
     answer = len(example.tokens) - example.prompt
     if answer <= tokens or not len(hardness_R):
         return None
-    sums = np.concatenate([[0.0, 0.0], hardness_R.cumsum()])  # the answer's first token has no row
+    sums = np.concatenate([[0.0, 0.0], hardness_R.cumsum()])  # there is no row for the answer's first token
     begin = int((sums[tokens:] - sums[: len(sums) - tokens]).argmax())
     start = example.prompt + begin
     return Example(
@@ -125,10 +126,10 @@ def window(example: Example, hardness_R: "np.ndarray", tokens: int) -> Example |
 def mix(
     base: Iterable[Example], hard: Iterable[Example], budget: int, *, replay: float, equal_domains: bool, seed: int
 ) -> list[Example]:
-    """What to train on: at most `budget` answer tokens, at least the share `replay` of them from the base set.
+    """The training set: at most `budget` answer tokens, at least the share `replay` of them from the base set.
 
-    Where the hard ones do not fill their part, the base does; where the base is too small, all becomes smaller. With
-    `equal_domains` this holds for each domain on its own, each with an equal part of the budget. Shuffled.
+    If there are too few hard examples, base examples fill their part; if the base is too small, the whole set shrinks.
+    With `equal_domains` this applies to each domain separately, with equal budgets. Shuffled.
     """
     taken: list[Example] = []
     domains: dict[str, tuple[list[Example], list[Example]]] = defaultdict(lambda: ([], []))
@@ -145,12 +146,12 @@ def mix(
 
 
 def answer_tokens(example: Example) -> int:
-    """How many tokens of the example are its answer."""
+    """Number of answer tokens of the example."""
     return len(example.tokens) - example.prompt
 
 
 def _fill(examples: Sequence[Example], budget: int, seed: int) -> list[Example]:
-    """Some of them, in an order of the seed's, that hold at most `budget` answer tokens."""
+    """Some of the examples, in a random order given by the seed, with at most `budget` answer tokens."""
     found: list[Example] = []
     for example in sorted(examples, key=lambda example: (uniform(example.id, seed), example.id)):
         if answer_tokens(example) <= budget:

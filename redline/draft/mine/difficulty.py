@@ -1,21 +1,21 @@
-"""How hard each position of an answer is for a drafter, and how much of that it could learn away.
+"""How difficult each position of an answer is for a drafter, and how much of the difficulty it could learn to remove.
 
-A row is a position where a round of speculation could begin. Row r of an answer drafts the tokens at positions
-s, s + 1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt) while the target's own tokens stand
-before each: teacher forcing, as in training. The token at s - 1 is the last that the round knows, so the first row of
+A row is a position at which a speculation round could begin. Row r of an answer drafts the tokens at positions
+s, s + 1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt), each conditioned on the target's
+own tokens: teacher forcing, as in training. The token at s - 1 is the last one known to the round, so the first row of
 an answer has s = prompt + 1: the answer's first token follows from the prompt alone, and is never drafted.
 
-For each draft, with p the target's distribution as it is served (temperature and top_p applied) and q the drafter's:
+For each draft, p is the target's distribution as served (with temperature and top_p) and q the drafter's:
 
     proposals   acceptance a       ceiling c   gap r = c - a
     onehot      p(argmax q)        max p       max p - p(argmax q)
     sampled     sum min(p, q)      1           1 - sum min(p, q)
 
-The ceiling is what a drafter reaches that knows all there is to know from the text so far. So a flat target that the
-drafter matches has no gap, however often its drafts are rejected: entropy that nobody can remove is not difficulty.
-With either kind of proposals q = p gives gap 0 (docs/draft_mining.md).
+The ceiling is reached by a drafter that extracts all information from the text so far. So a flat target distribution
+that the drafter matches has no gap, however often its drafts are rejected: irreducible entropy is not difficulty. With
+either kind of proposals q = p gives gap 0 (docs/drafters.md).
 
-R rows, k drafts, N tokens, M teachers, D hidden, V vocabulary, C rows of one piece.
+R rows, k drafts, N tokens, M teachers, D hidden, V vocabulary, C rows of one chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,27 +28,27 @@ import torch
 from torch import Tensor
 
 Proposals = Literal["onehot", "sampled"]
-PIECE_BYTES = 64 << 20  # of one float32 [C, V]
+PIECE_BYTES = 64 << 20  # size of one float32 [C, V] chunk
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Logits = Callable[[Tensor], Tensor]
-"""Hidden states [C, D] to float32 logits [C, V]."""
+"""Maps hidden states [C, D] to float32 logits [C, V]."""
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How the target is sampled and how drafts are proposed."""
+    """How the target samples and how drafts are proposed."""
 
     proposals: Proposals = "onehot"
     temperature: float = 1.0  # 0: p is one-hot too
     top_p: float = 1.0
-    own: bool = False  # the answer is greedy: p is one-hot at the token that follows
+    own: bool = False  # the answer was decoded greedily: p is one-hot at its next token
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one sequence. Where the answer ends before the draft's position: 0, and False in `there_Rk`."""
+    """The scores of one sequence. For drafts beyond the end of the answer: 0, and False in `there_Rk`."""
 
     position_R: Ints
     accept_Rk: Floats
@@ -63,12 +63,12 @@ class Scores:
 
     @property
     def length_R(self) -> Floats:
-        """Tokens that a round from each row is expected to give [R]: one, and the products of the acceptances."""
+        """Expected tokens of a round that begins at each row [R]: 1 plus the cumulative products of the acceptances."""
         return 1 + self.accept_Rk.cumprod(1).sum(1)
 
     @property
     def longest_R(self) -> Floats:
-        """The same tokens at the ceiling, [R]."""
+        """The expected tokens at the ceiling, [R]."""
         return 1 + self.ceiling_Rk.cumprod(1).sum(1)
 
 
@@ -84,25 +84,24 @@ def score(
     vocabulary: int,
     serving: Serving,
 ) -> list[Scores]:
-    """The scores of sequences that lie one behind another, each on the CPU; until the last one is done no step waits
-    for the device.
+    """The scores of concatenated sequences, each on the CPU; the device is not synchronised until the last one is done.
 
-    tokens_N: int64 [N]. loss_N: True where a token is the target's answer. last_ND: the target's normed states; row t
+    tokens_N: int64 [N]. loss_N: True for tokens of the target's answer. last_ND: the target's normed states; row t
     predicts token t + 1. steps: for each draft the drafter's normed states [N, D]; row t of step j predicts token t + 2
-    + j. lengths: of the sequences, N in all. target, drafter: from such states to logits. vocabulary: V.
+    + j. lengths: of the sequences, N in total. target, drafter: map such states to logits. vocabulary: V.
     """
     device, k = last_ND.device, len(steps)
     answer = loss_N.bool().cpu()
     position_N = torch.cat([torch.arange(length) for length in lengths])
-    left_N = torch.cat([torch.arange(length, 0, -1) for length in lengths])  # tokens of the sequence from here on
-    follows_N = (left_N > 1) & answer.roll(-1)  # the next token is the answer's
+    left_N = torch.cat([torch.arange(length, 0, -1) for length in lengths])  # tokens from here to the sequence's end
+    follows_N = (left_N > 1) & answer.roll(-1)  # the next token belongs to the answer
     rows = ((left_N > 2) & follows_N & answer.roll(-2)).nonzero()[:, 0]
     place_N = torch.full((len(answer),), -1, dtype=torch.int64)
-    place_N[rows] = torch.arange(len(rows))  # of row t among the rows
+    place_N[rows] = torch.arange(len(rows))  # index of row t among the rows
     accept, ceiling = (torch.zeros(len(rows), k, device=device) for _ in range(2))
     hit = torch.zeros(len(rows), k, dtype=torch.bool, device=device)
     there = torch.zeros(len(rows), k, dtype=torch.bool)
-    # Rows of the target; each predicts the next token. The one before an answer predicts what is never drafted.
+    # Rows of the target; each predicts the next token. The row before an answer predicts a token that is never drafted.
     teachers_M = (follows_N & answer & (position_N > 0)).nonzero()[:, 0]
     for teachers in teachers_M.split(max(1, PIECE_BYTES // (4 * vocabulary))):
         p = distribution(target(last_ND[teachers.to(device)]), serving)
@@ -126,7 +125,7 @@ def score(
 
 
 def compare(p_CV: Tensor, logits_CV: Tensor, serving: Serving) -> tuple[Tensor, Tensor, Tensor]:
-    """acceptance, ceiling [C] float32 and whether the two agree on the best token [C]."""
+    """acceptance, ceiling [C] float32 and whether the argmax of both is the same [C]."""
     best_C = logits_CV.argmax(-1)
     hit_C = best_C == p_CV.argmax(-1)
     if serving.proposals == "onehot":
@@ -139,14 +138,14 @@ def compare(p_CV: Tensor, logits_CV: Tensor, serving: Serving) -> tuple[Tensor, 
 
 
 def distribution(logits_CV: Tensor, serving: Serving) -> Tensor:
-    """What is drawn from, float32 [C, V]: temperature, then the likeliest tokens that make up top_p."""
+    """The sampling distribution, float32 [C, V]: temperature, then top-p filtering."""
     if serving.temperature == 0:
         return torch.nn.functional.one_hot(logits_CV.argmax(-1), logits_CV.shape[-1]).float()
     p_CV = (logits_CV.float() / serving.temperature).softmax(-1)
     if serving.top_p >= 1:
         return p_CV
     sorted_CV, _ = p_CV.sort(-1, descending=True)
-    before_CV = sorted_CV.cumsum(-1, dtype=torch.float64) - sorted_CV  # mass of the likelier ones
+    before_CV = sorted_CV.cumsum(-1, dtype=torch.float64) - sorted_CV  # total probability of more likely tokens
     last_C = (before_CV < serving.top_p).sum(-1) - 1
     kept_CV = p_CV >= sorted_CV.gather(-1, last_C[:, None])
     p_CV = torch.where(kept_CV, p_CV, 0.0)
@@ -154,9 +153,9 @@ def distribution(logits_CV: Tensor, serving: Serving) -> Tensor:
 
 
 def walk(scores: Scores, k: int) -> list[tuple[int, int, int]]:
-    """The rounds (position, proposed, accepted) of greedy serving with k drafts, as the hits foretell them.
+    """The rounds (position, proposed, accepted) of greedy serving with k drafts, as predicted by the hits.
 
-    A round begins where the one before has ended: behind the drafts that held and the target's own token.
+    A round begins after the accepted drafts of the previous round and the target's own token.
     """
     rounds: list[tuple[int, int, int]] = []
     hits = scores.hit_Rk[:, :k] & scores.there_Rk[:, :k]

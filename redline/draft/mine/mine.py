@@ -1,13 +1,13 @@
-"""Finds where a drafter struggles and could do better, and makes what to train on next.
+"""Finds a drafter's weak positions, those with room for improvement, and makes the next training set.
 
     score     teacher forcing over a corpus and over traces: the reducible gap of every position (`score`)
-    report    what each bucket costs (`buckets`): a table, OUT/report.json, OUT/report.png
+    report    the cost of each bucket (`buckets`): a table, OUT/report.json, OUT/report.png
     choose    examples under a budget, by weight and cap (`choose`): OUT/chosen.jsonl
-    answer    the target answers the chosen prompts afresh, several times each, as it is served: OUT/hard.jsonl
-    window    the hardest stretch of each chosen long answer, behind all of its context: OUT/windows.jsonl
-    mix       both with replay of the base set, under the budget: OUT/mixed.jsonl, a corpus to capture
+    answer    several new answers of the target to each chosen prompt, sampled as in serving: OUT/hard.jsonl
+    window    the hardest part of each chosen long answer, after all of its context: OUT/windows.jsonl
+    mix       both with replay of the base set, under the budget: OUT/mixed.jsonl, a corpus for `capture`
 
-Answering goes on where it was killed; the rest is computed again, to the same bits.
+Answering resumes after a kill; the other steps are computed again, with bit-identical results.
 """
 
 import math
@@ -39,50 +39,50 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
 TABLE_ROWS = 20
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
+INTERRUPTED = 130  # the exit status of shells for SIGINT
 
 
 class MineConfig(Record, frozen=True):
-    """What `redline draft mine` is told. Sampling that is absent is the checkpoint's own."""
+    """Settings of `redline draft mine`. Sampling parameters that are None default to the checkpoint's."""
 
     target: str
     draft: str
     out: str
-    corpus: tuple[str, ...]  # the base set: it is scored, chosen from and replayed
+    corpus: tuple[str, ...]  # the base set: scored, chosen from and replayed
     traces: tuple[str, ...] = ()  # [DOMAIN=]FILE of serving engines: scored and chosen from, not replayed
-    steps: int = 3  # drafts of a round
+    steps: int = 3  # drafts per round
     proposals: Proposals = "onehot"
     temperature: float | None = None
     top_p: float | None = None
-    examples: int = 0  # of each domain that are scored, at most; 0: all
+    examples: int = 0  # maximum number of examples per domain to score; 0: all
     traffic: dict[str, float] = msgspec.field(
         default_factory=dict[str, float]
     )  # share of each domain; empty: as in the corpus
     budget: int = 1_000_000  # answer tokens of the mix
-    replay: float = 0.5  # of the budget: at least so much is the base set
-    cap: float = 0.5  # of what is hard: at most so much is one domain in one language
+    replay: float = 0.5  # minimum share of the base set in the budget
+    cap: float = 0.5  # maximum share of one domain in one language in the hard part
     equal_domains: bool = False
     choose: Choose = "gap"  # uniform: the control arm
-    answers: int = 4  # fresh ones to each chosen prompt
-    windows: float = 0.25  # of what is hard: windows of answers that are there; the rest is fresh
+    answers: int = 4  # new answers to each chosen prompt
+    windows: float = 0.25  # share of windows of existing answers in the hard part; the rest is new answers
     window_tokens: int = 2048
     max_tokens: int = 4096
-    batch: int = 64  # answers in a step
+    batch: int = 64  # number of answers in a step
     seed: int = 0
     device: str | None = None
 
 
 class Mined(Record, frozen=True):
-    """What scoring found, as OUT/report.json has it."""
+    """The result of scoring, as stored in OUT/report.json."""
 
     examples: int
     positions: int
-    skipped: int  # lines that were no example
+    skipped: int  # number of lines that were not examples
     buckets: tuple[Bucket, ...]
 
 
 def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored:
-    """An example and its scores, with what buckets need. controls: the ids of control tokens."""
+    """An example and its scores, with the data for its buckets. controls: the ids of control tokens."""
     positions = scores.position_R
     return Scored(
         id=example.id,
@@ -97,9 +97,9 @@ def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored
 
 
 def run(config: MineConfig, console: Console) -> int:
-    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError, also where the disk is full.
+    """Runs all steps; returns 0, or 130 after Ctrl-C. Raises ConfigError, also if the disk is full.
 
-    Raises CheckpointError where target or drafter cannot be read.
+    Raises CheckpointError if target or drafter cannot be read.
     """
     check(config)
     answers = Path(config.out) / "hard.jsonl"
@@ -108,7 +108,7 @@ def run(config: MineConfig, console: Console) -> int:
             return _run(config, console)
     except KeyboardInterrupt:
         kept = f"the answers in {answers} are kept; " if answers.exists() else ""
-        console.print(f"stopped: {kept}the same command goes on", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"stopped: {kept}run the same command to resume", highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
     except OSError as error:
         if not is_full(error):
@@ -121,7 +121,7 @@ def _run(config: MineConfig, console: Console) -> int:
     _check_folder(out, config)
     base, traced = read_examples(*map(Path, config.corpus)), read_traces(*config.traces)
     if not base.examples:
-        raise ConfigError(f"{', '.join(config.corpus)}: no example in it; `redline draft synth` makes a corpus")
+        raise ConfigError(f"{', '.join(config.corpus)}: contains no example; `redline draft synth` makes a corpus")
     unknown = sorted(set(config.traffic) - {one.domain for one in (*base.examples, *traced.examples)})
     if unknown:
         raise ConfigError(f"traffic names the domain {unknown[0]!r}, which no example has")
@@ -141,7 +141,7 @@ def _run(config: MineConfig, console: Console) -> int:
     replayed = [one for one in base.examples if one.id not in refused]
     candidates = _some([*replayed, *(one for one in traced.examples if one.id not in refused)], config.examples)
     marked = _score(candidates, teacher_forcing, config, Serving(config.proposals, temperature, top_p))
-    del teacher_forcing  # the engine that answers loads the target again
+    del teacher_forcing  # the answering engine loads the target again
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     found = buckets(marked, config.traffic or None)
@@ -151,7 +151,7 @@ def _run(config: MineConfig, console: Console) -> int:
     console.print(bucket_table(found, TABLE_ROWS))
     drawn(out / "report.png", console, bucket_plot, found)
 
-    total = config.budget  # of the mix; no more than the base set can replay its share of
+    total = config.budget  # of the mix; limited by the base set, which must provide its share
     if config.replay > 0:
         total = min(total, int(sum(map(answer_tokens, replayed)) / config.replay))
     budget = int(total * (1 - config.replay))
@@ -191,7 +191,7 @@ def _run(config: MineConfig, console: Console) -> int:
 
 
 def check(config: MineConfig) -> None:
-    """Raises ConfigError or CheckpointError where something is wrong or missing, before anything is loaded."""
+    """Raises ConfigError or CheckpointError if a setting is wrong or missing, before anything is loaded."""
     for name in ("replay", "cap", "windows"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected a share from 0 to 1")
@@ -207,24 +207,24 @@ def check(config: MineConfig) -> None:
 
 
 def _check_folder(out: Path, config: MineConfig) -> None:
-    """Raises ConfigError where the folder holds what other settings made."""
+    """Raises ConfigError if the folder contains results of other settings."""
     path = out / "config.json"
     try:
         before = msgspec.json.decode(path.read_bytes(), type=MineConfig)
     except FileNotFoundError:
         before = config
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path}: {error}; name another --out, or remove the folder") from None
+        raise ConfigError(f"{path}: {error}; use another --out, or remove the folder") from None
     for field in set(MineConfig.__struct_fields__) - {"out", "batch", "device"}:
         was, now = getattr(before, field), getattr(config, field)
         if was != now:
             raise ConfigError(
-                f"{path}: made with {field} {was!r}, not {now!r}; name another --out, or remove the folder"
+                f"{path}: made with {field} {was!r}, not {now!r}; use another --out, or remove the folder"
             )
 
 
 def _some(examples: Sequence[Example], most: int) -> list[Example]:
-    """The first `most` of each domain; all where it is 0."""
+    """The first `most` examples of each domain; all if `most` is 0."""
     seen: Counter[str] = Counter()
     found: list[Example] = []
     for example in examples:
@@ -251,7 +251,7 @@ def _score(
 def _answer(
     chosen: Sequence[Example], answers: int, config: MineConfig, sampling: Sampling, path: Path
 ) -> list[Example]:
-    """Appends to `path` what is not there yet, and gives all answers to the chosen prompts."""
+    """Appends the missing answers to `path`, and returns all answers to the chosen prompts."""
     wanted = {f"{example.id} again {number}" for example in chosen for number in range(1, answers + 1)}
     have = existing(path)
     if wanted - have:

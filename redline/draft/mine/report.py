@@ -1,4 +1,4 @@
-"""What mining and evaluation found, for a terminal and as pictures. Pictures need matplotlib (the `draft` extra)."""
+"""Results of mining and evaluation, as terminal tables and plots. Plots need matplotlib (the `draft` extra)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a
 
 
 def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
-    """The first `rows` buckets, which cost most, for a terminal."""
+    """The `rows` buckets with the highest cost, as a terminal table."""
     table = narrow(
-        "where acceptance length is lost", "cost: share x (ceiling - length), tokens of the average round that are lost"
+        "where acceptance length is lost", "cost: share x (ceiling - length), tokens lost by the average round"
     )
     for name in ("bucket", ""):
         table.add_column(name, no_wrap=True)
@@ -40,14 +40,14 @@ def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
 
 
 def narrow(title: str, caption: str) -> Table:
-    """An empty table that wastes no column of a terminal of 80."""
+    """An empty table that fits into a terminal of 80 columns."""
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:
-    """A picture at `path`: what the first `rows` buckets cost, as bars.
+    """Writes a bar plot of the cost of the first `rows` buckets to `path`.
 
-    Raises ModuleNotFoundError where matplotlib is not installed, and OSError where it cannot be written.
+    Raises ModuleNotFoundError if matplotlib is not installed, and OSError if the file cannot be written.
     """
     pyplot = _pyplot()
     shown = list(reversed(found[:rows]))
@@ -67,7 +67,7 @@ def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:
 
 
 def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str) -> None:
-    """A picture at `path`: acceptance length over k, a line for each domain, its 95 % interval shaded.
+    """Writes a plot of acceptance length over k to `path`: a line for each domain, with its 95 % interval.
 
     lengths: {domain: {k: (mean, low, high)}}, in tokens per round. Raises as `bucket_plot` does.
     """
@@ -86,7 +86,7 @@ def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, floa
 
 
 def tell_skipped(skipped: Sequence[str], console: Console, most: int = 5) -> None:
-    """Prints the first `most` messages about lines that were no example, and counts them all where there are more."""
+    """Prints the first `most` messages about lines that were not examples, and the total if there are more."""
     for line in skipped[:most]:
         console.print(f"skipped: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(skipped) > most:
@@ -94,16 +94,16 @@ def tell_skipped(skipped: Sequence[str], console: Console, most: int = 5) -> Non
 
 
 def drawn(path: Path, console: Console, plot: Any, *arguments: Any) -> None:
-    """Calls plot(path, *arguments), and prints where the picture is, or why there is none.
+    """Calls plot(path, *arguments), and prints the path of the plot, or why there is none.
 
-    Raises nothing where matplotlib is missing or the disk is full: a picture is never worth the numbers before it.
+    Does not raise if matplotlib is missing or the disk is full: a plot is not worth losing the results.
     """
     try:
         plot(path, *arguments)
     except ModuleNotFoundError as error:
         said = f"no {path.name}: {error.name} is not installed: {install()}"
     except OSError as error:
-        said = f"no {path.name}: it cannot be written ({error.strerror or error})"
+        said = f"no {path.name}: cannot be written ({error.strerror or error})"
     else:
         said = f"written to {path}"
     console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""A drafter scored by teacher forcing, over the target's states: the forward pass behind `mine` and `eval`.
+"""Scores a drafter by teacher forcing over the target's states: the forward pass of `mine` and `eval`.
 
-B sequences, T rows of the longest, N tokens of all, D hidden.
+B sequences, T rows of the longest, N tokens of all sequences, D hidden.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,11 +18,11 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
 
-BATCH_TOKENS = 16_384  # tokens that go through the target at once, and rows of the drafter, filling included
+BATCH_TOKENS = 16_384  # maximum tokens per call of the target, and rows per call of the drafter, padding included
 
 
 class TeacherForcing:
-    """A target and a drafter, loaded. On a CPU the drafter computes in float32, as when it serves; else in bf16."""
+    """A loaded target and drafter. On a CPU the drafter computes in float32, as in serving, else in bf16."""
 
     def __init__(self, target: Target, drafter: Eagle3) -> None:
         device, config = target.model.device, drafter.config
@@ -30,12 +30,12 @@ class TeacherForcing:
         self._drafter = drafter.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._drafter.attach(target.embedding, target.head)
         self._way: Way = choose(device, config.num_attention_heads, config.query_width, config.value_width)[0]
-        # A CPU is busy with one sequence; a GPU is not, and a launch costs what many sequences cost.
+        # One sequence keeps a CPU busy; a GPU needs many, since a launch costs about the same for one as for many.
         self.together = 1 if device.type == "cpu" else BATCH_TOKENS
 
     @classmethod
     def open(cls, target: str, draft: str, device: str | None) -> "TeacherForcing":
-        """Loads both from their folders; device: None: the GPU, if there is one.
+        """Loads both from their folders. device None: the GPU, if there is one.
 
         Raises CheckpointError or ConfigError.
         """
@@ -43,13 +43,13 @@ class TeacherForcing:
         return cls(Target.open(target, pick_device(device), drafter.config.layer_ids), drafter)
 
     def refusal(self, example: Example) -> str | None:
-        """Why the target cannot read the example; None: it can."""
+        """The reason why the target cannot process the example; None if it can."""
         return self._target.refusal(example.tokens)
 
     def scores(self, examples: Iterable[Example], steps: int, serving: Serving) -> Iterator[Scores]:
-        """Yields the scores of each example, in order; steps: drafts of a round.
+        """Yields the scores of each example, in order. steps: drafts per round.
 
-        Raises ConfigError for an example that the target cannot read (`refusal`).
+        Raises ConfigError for an example that the target cannot process (`refusal`).
         """
         for batch in _batches(examples):
             states = self._target.features([example.tokens for example in batch])
@@ -71,7 +71,7 @@ class TeacherForcing:
             tokens_BT = pad_sequence(ids, batch_first=True).to(model.device)
             features_BTF = pad_sequence([features.flatten(1) for features, _ in states], batch_first=True)
             rows = [torch.arange(length) + line * tokens_BT.shape[1] for line, length in enumerate(lengths)]
-            rows_N = torch.cat(rows).to(model.device)  # without filling
+            rows_N = torch.cat(rows).to(model.device)  # without padding
             unrolled = unroll(self._drafter, tokens_BT, features_BTF, steps, self._way)
             return score(
                 tokens_BT.flatten()[rows_N],
@@ -100,7 +100,7 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 
 def _like_lengths(batch: Sequence[Example], rows: int) -> list[list[int]]:
-    """Places of the examples in groups of at most `rows` rows each, filling included; one that is longer is alone."""
+    """Indices of the examples in groups of at most `rows` rows each, padding included; a longer one is alone."""
     groups: list[list[int]] = []
     longest = 0
     for place in sorted(range(len(batch)), key=lambda place: -len(batch[place].tokens)):

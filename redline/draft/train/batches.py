@@ -1,4 +1,4 @@
-"""Sequences become batches of like lengths, in an order that depends on the seed alone, made ahead in a thread.
+"""Batches of sequences of similar length, in an order that depends only on the seed, prepared ahead in a thread.
 
 B sequences, T rows, F target features, D hidden, N answer tokens.
 """
@@ -17,8 +17,8 @@ from redline.draft.train.losses import Targets
 from redline.errors import ConfigError
 
 A = TypeVar("A")
-ROWS = 16  # T is a multiple of it
-AHEAD = 3  # batches made before they are asked for
+ROWS = 16  # T is a multiple of this
+AHEAD = 3  # number of batches prepared in advance
 
 
 class Captured(Protocol):
@@ -26,12 +26,12 @@ class Captured(Protocol):
 
     @property
     def id(self) -> str:
-        """The id of the sequence's example; the windows of one example share it."""
+        """The id of the sequence's example; windows of one example share it."""
         ...
 
     @property
     def domain(self) -> str:
-        """The example's kind of traffic, by which held-out figures are told apart."""
+        """The example's kind of traffic; held-out results are reported by domain."""
         ...
 
     @property
@@ -41,54 +41,54 @@ class Captured(Protocol):
 
     @property
     def loss(self) -> Tensor:
-        """bool [n]: True where the token is the answer's."""
+        """bool [n]: True for tokens of the answer."""
         ...
 
     @property
     def features(self) -> Tensor:
-        """The target's states as they enter the captured layers, [n, F]."""
+        """The target's states at the input of the captured layers, [n, F]."""
         ...
 
     @property
     def last(self) -> Tensor:
-        """The state that the target's head reads, [n, D]."""
+        """The input of the target's head, [n, D]."""
         ...
 
 
 class Source(Protocol):
-    """Where sequences come from: stored, or computed as they are asked for."""
+    """A source of sequences: stored, or computed on demand."""
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Captured]:
-        """An epoch in an order of its own, or this rank's part of it: sequences rank, rank + world, ..."""
+        """One epoch, in an order of its own, or this rank's part of it: sequences rank, rank + world, ..."""
         ...
 
 
 class Batch(NamedTuple):
-    """Sequences of like lengths, filled up on the right to T rows."""
+    """Sequences of similar length, padded on the right to T rows."""
 
     tokens: Tensor  # int64 [B, T]
     features: Tensor  # [B, T, F]
     targets: Targets
     sequences: int  # B
-    positions: int  # rows that are no filling
+    positions: int  # number of rows that are not padding
 
 
 def is_held_out(id: str, share: float) -> bool:
-    """Whether a sequence is never trained on: by a hash of its id, so the same ones in every run, whatever the seed.
+    """Whether a sequence is held out from training: by a hash of its id, so the same in every run and for every seed.
 
-    share: how many of all sequences are held out.
+    share: share of all sequences to hold out.
     """
     digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def usable(sequence: Captured, max_length: int) -> bool:
-    """Whether some row predicts a token of the answer within `max_length`: no row predicts the first two tokens."""
+    """Whether any row predicts an answer token within `max_length`; the first two tokens are never predicted."""
     return bool(sequence.loss[2:max_length].any())
 
 
 def held_out(source: Source, share: float, tokens: int, max_length: int, seed: int) -> list[Captured]:
-    """Held-out sequences of the first epoch, until they have `tokens` tokens, each counted up to `max_length`."""
+    """Held-out sequences of the first epoch with at least `tokens` tokens in total, each counted up to `max_length`."""
     found: list[Captured] = []
     total = 0
     for sequence in source.sequences(0, seed) if share > 0 else ():
@@ -111,11 +111,11 @@ def groups(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[list[Captured]]:
-    """Yields sequences of like lengths, without end: at most `tokens` rows of a batch each, filling included.
+    """Yields groups of sequences of similar length, endlessly: at most `tokens` rows per batch, padding included.
 
-    Sequences are gathered for `pool` batches, sorted by length and cut; so filling is a small share wherever lengths
-    are spread over less than the pool. share: of sequences that are held out. Raises ConfigError where an epoch has
-    nothing to learn from.
+    Sequences are collected for `pool` batches, sorted by length and split, so padding is a small share if the pool has
+    enough sequences of each length. share: share of sequences held out. Raises ConfigError if an epoch has nothing to
+    train on.
     """
     epoch = number = 0
     while True:
@@ -146,7 +146,7 @@ def _rows(sequence: Captured, max_length: int) -> int:
 def _cut(
     gathered: list[Captured], tokens: int, max_length: int, name: str
 ) -> tuple[list[list[Captured]], list[Captured]]:
-    """(full batches in random order, what is left for the next time: the shortest)."""
+    """(full batches in random order, the remaining sequences, which are the shortest)."""
     found: list[list[Captured]] = [[]]
     for sequence in sorted(gathered, key=lambda one: -len(one.tokens)):
         if found[-1] and (len(found[-1]) + 1) * _rows(found[-1][0], max_length) > tokens:
@@ -158,15 +158,15 @@ def _cut(
 
 
 def cut(sequences: Sequence[Captured], tokens: int, max_length: int) -> list[list[Captured]]:
-    """All of the sequences, in batches of like lengths of at most `tokens` rows, filling included."""
+    """All sequences, in batches of similar length of at most `tokens` rows, padding included."""
     found, rest = _cut(list(sequences), tokens, max_length, "")
     return [*found, rest]
 
 
 def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = False) -> Batch:
-    """One batch of these sequences, on the CPU, each cut to `max_length` tokens.
+    """One batch of these sequences, on the CPU, each truncated to `max_length` tokens.
 
-    chunk: N is filled up to a multiple of it. pin: in memory that a GPU copies from without waiting.
+    chunk: N is padded to a multiple of it. pin: in pinned memory, for asynchronous copies to a GPU.
     """
     rows = max(_rows(one, max_length) for one in group)
     first = group[0]
@@ -199,16 +199,16 @@ def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = 
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """The batch on another device; copies from pinned memory are not waited for."""
+    """The batch on another device; copies from pinned memory are asynchronous."""
     targets = Targets(*(x.to(device, non_blocking=True) for x in batch.targets))
     tokens, features = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.features))
     return batch._replace(tokens=tokens, features=features, targets=targets)
 
 
 class Ahead(Iterator[A]):
-    """An iterator that runs in a thread of its own, a few items ahead. `close` ends the thread.
+    """An iterator that runs in its own thread, a few items ahead. `close` ends the thread.
 
-    What the items raise is raised by `next` in their place.
+    An exception of the underlying iterator is raised by `next` at the position of its item.
     """
 
     def __init__(self, items: Iterable[A], ahead: int = AHEAD) -> None:
@@ -223,7 +223,7 @@ class Ahead(Iterator[A]):
                 if not self._put((item, None)):
                     return
             self._put((None, StopIteration()))
-        except BaseException as error:  # raised where the item would have come
+        except BaseException as error:  # re-raised by `next` at this item's position
             self._put((None, error))
 
     def _put(self, entry: tuple[A | None, BaseException | None]) -> bool:
@@ -243,6 +243,6 @@ class Ahead(Iterator[A]):
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Ends the thread and waits for it; items that were made ahead are lost."""
+        """Ends the thread and waits for it; items prepared in advance are dropped."""
         self._closed.set()
         self._thread.join()

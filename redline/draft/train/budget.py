@@ -1,4 +1,4 @@
-"""How far a training is, and what rate it learns at: steps, tokens or seconds, whichever ends first."""
+"""Training progress and learning rate, by steps, tokens or seconds, whichever budget ends first."""
 
 import math
 
@@ -6,7 +6,7 @@ from redline.wire.base import Record
 
 
 class Budget(Record, frozen=True):
-    """How long to train. None: without end; at least one of the three is a number. tokens: of all ranks."""
+    """How long to train. None: unlimited; at least one of the three must be set. tokens: over all ranks."""
 
     steps: int | None = None
     tokens: int | None = None
@@ -14,7 +14,7 @@ class Budget(Record, frozen=True):
 
 
 class Reached(Record, frozen=True):
-    """What all ranks agreed on after `step` steps. Between two agreements tokens and seconds go on as they went."""
+    """Progress that all ranks agreed on after `step` steps. Between agreements tokens and seconds are extrapolated."""
 
     step: int = 0
     tokens: float = 0.0
@@ -23,7 +23,7 @@ class Reached(Record, frozen=True):
     seconds_per_step: float = 0.0
 
     def next(self, step: int, tokens: float, seconds: float) -> "Reached":
-        """What is reached after `step` steps, with `tokens` and `seconds` in all."""
+        """The progress after `step` steps, with `tokens` and `seconds` in total."""
         steps = max(step - self.step, 1)
         return Reached(
             step=step,
@@ -34,7 +34,7 @@ class Reached(Record, frozen=True):
         )
 
     def share(self, step: float, budget: Budget) -> float:
-        """The share of the budget that is spent after `step` steps: 1 or more when it is all spent."""
+        """The share of the budget used after `step` steps: 1 or more if it is used up."""
         since = step - self.step
         return max(
             step / budget.steps if budget.steps else 0.0,
@@ -44,17 +44,17 @@ class Reached(Record, frozen=True):
 
 
 def is_agreement(step: int, every: int) -> bool:
-    """Whether ranks agree after this step: after 1, 2, 4, 8, ...
+    """Whether ranks synchronise their progress after this step: after steps 1, 2, 4, 8, ... and multiples of `every`.
 
-    and then every so many, since early steps say little.
+    Early steps are synchronised more often because their times are not representative.
     """
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 
 def rate(share: float, warmup: float) -> float:
-    """The learning rate as a share of the highest: up over `warmup` of the budget, then half a cosine down to 0.
+    """The learning rate as a share of its maximum: linear over `warmup` of the budget, then a half cosine down to 0.
 
-    share: of the budget that is spent.
+    share: share of the budget used.
     """
     if share < warmup:
         return share / warmup

@@ -1,4 +1,4 @@
-"""The picture of a training: loss and simulated acceptance length over tokens."""
+"""The plot of a training: loss and simulated acceptance length over tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def write_curve(path: Path, log: Sequence[Mapping[str, Any]]) -> None:
-    """A picture at `path`.
+    """Writes the plot to `path`.
 
     log: lines with `tokens`, and `loss` (training) or `held_out` with `length` (held-out sequences). Raises
-    ModuleNotFoundError where matplotlib is not installed, and OSError where it cannot be written.
+    ModuleNotFoundError if matplotlib is not installed, and OSError if the file cannot be written.
     """
     import matplotlib
 

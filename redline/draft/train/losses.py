@@ -1,8 +1,8 @@
-"""How far the drafter is from the target: losses to train on, and what would be accepted.
+"""The distance between drafter and target: training losses, and predicted acceptance.
 
-Everything is a figure per predicted token u and step j: row t = u - 2 - j predicts token u, and its teacher is the
-target's distribution at u - 1, the same for every step. So the target's logits are computed once per chunk of tokens,
-from its last hidden states, and forgotten; the drafter's are computed again when gradients need them.
+Every value is per predicted token u and step j: row t = u - 2 - j predicts token u, and its teacher is the target's
+distribution at u - 1, the same for every step. So the target's logits are computed once per chunk of tokens, from its
+last hidden states, and discarded; the drafter's are recomputed in the backward pass.
 
 N predicted tokens, R of them in a chunk, J steps, V vocabulary, D hidden.
 """
@@ -16,29 +16,29 @@ from torch.utils.checkpoint import checkpoint
 
 from redline.model.eagle3.module import Eagle3
 
-CHUNK_BYTES = 64 << 20  # of one [R, V] float32; a chunk holds about 4 J of them while its gradient is computed
+CHUNK_BYTES = 64 << 20  # size of one float32 [R, V]; a chunk has about 4 J of them while its gradient is computed
 
 Kind = Literal["kl", "lk"]
 
 
 class Targets(NamedTuple):
-    """The N answer tokens of a batch, filled up with tokens at place -1, which no row predicts."""
+    """The N answer tokens of a batch, padded with tokens at place -1, which no row predicts."""
 
-    rows_N: Tensor  # int64: where the token lies in the flattened batch [B * T]
-    places_N: Tensor  # int64: its place in its sequence
-    sequences_N: Tensor  # int64: which sequence of the batch
-    last_ND: Tensor  # the target's last hidden state, normed, at the token before
+    rows_N: Tensor  # int64: index of the token in the flattened batch [B * T]
+    places_N: Tensor  # int64: position in its sequence
+    sequences_N: Tensor  # int64: index of its sequence in the batch
+    last_ND: Tensor  # the target's last hidden state, normed, at the previous token
 
 
 class Rows(NamedTuple):
-    """Figures [J, N] of each step's prediction of each token; meaningless where not `valid`."""
+    """Values [J, N] for each step's prediction of each token; meaningless if not `valid`."""
 
-    valid: Tensor  # bool: there is a row that predicts the token
-    kept: Tensor  # bool: and the target's favourite is in the draft vocabulary
-    loss: Tensor  # differentiable; all else is not
+    valid: Tensor  # bool: some row predicts the token
+    kept: Tensor  # bool: valid, and the target's argmax is in the draft vocabulary
+    loss: Tensor  # differentiable; the others are not
     alpha: Tensor  # sum_v min(p, q): the probability that a sampled draft is accepted
-    hit: Tensor  # bool: drafter and target have the same favourite
-    gap: Tensor  # max p - p(drafter's favourite): what a better drafter could win, 0 where it has the best
+    hit: Tensor  # bool: drafter and target have the same argmax
+    gap: Tensor  # max p - p(drafter's argmax): what a better drafter could gain; 0 if the argmax is the same
 
 
 def compare(
@@ -51,7 +51,7 @@ def compare(
     chunk: int | None = None,
     compiled: Any = None,
 ) -> Rows:
-    """The J steps of `ttt.unroll` beside the target.
+    """Compares the J steps of `ttt.unroll` with the target.
 
     kind "kl": KL(p || q), with p renormalised over the draft vocabulary. "lk": l KL + (1 - l)(1 - alpha) with
     l = exp(-decay alpha), held constant in the gradient: KL while the drafter is poor, total variation when it is good
@@ -79,9 +79,9 @@ def compare(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """Rows R of a chunk: a power of two from 512, below which products are slow, to 16,384.
+    """Rows R of a chunk: a power of two from 512, below which matmuls are slow, to 16,384.
 
-    Not more, since batches are filled up to whole chunks.
+    Not more, since batches are padded to whole chunks.
     """
     return min(max(512, 1 << (CHUNK_BYTES // (4 * vocabulary)).bit_length() - 1), 16384)
 
@@ -95,9 +95,9 @@ def figures(
     kind: Kind,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(loss, alpha, hit, gap) [J, R] and whether the target's favourite can be drafted [R].
+    """(loss, alpha, hit, gap) [J, R] and whether the target's argmax is in the draft vocabulary [R].
 
-    ids_K: the tokens of the draft vocabulary; None: all.
+    ids_K: the tokens of the draft vocabulary; None: the whole vocabulary.
     """
     with torch.no_grad():
         log_p = target_logits(last_RD, head_VD).log_softmax(-1)
@@ -130,7 +130,7 @@ def figures(
 
 
 def target_logits(last_RD: Tensor, head_VD: Tensor) -> Tensor:
-    """float32 [R, V], from bf16 products with float32 sums where the machine has them."""
+    """float32 [R, V], from bf16 matmuls with float32 accumulation if the machine has them."""
     with torch.autocast(last_RD.device.type, enabled=False):
         if last_RD.is_cuda and last_RD.dtype == head_VD.dtype == torch.bfloat16:
             return torch.mm(last_RD, head_VD.T, out_dtype=torch.float32)
@@ -140,9 +140,9 @@ def target_logits(last_RD: Tensor, head_VD: Tensor) -> Tensor:
 def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Sequence[float], focus: float) -> Tensor:
     """The loss of each sequence [S], nats per token: the mean over its tokens, weighted over steps.
 
-    So every sequence weighs the same, however long it is (DeepSpec: with a mean over tokens, acceptance falls as
-    training goes on). step_weights: one for each of the J steps. focus c > 0: tokens weigh 1 + c gap within their
-    sequence, mean 1.
+    So all sequences have the same weight, regardless of length (DeepSpec: with a mean over tokens, acceptance falls as
+    training continues). step_weights: one for each of the J steps. focus c > 0: tokens are weighted by 1 + c gap,
+    normalised to mean 1 within their sequence.
     """
     weight = rows.kept.float() * (1 + focus * rows.gap)
     total, norm = (
@@ -154,27 +154,27 @@ def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Seq
 
 
 class Stats(NamedTuple):
-    """Sums over tokens, [J] each, float64; sums of batches and of ranks add up. `Measured` reads them."""
+    """Sums over tokens, [J] each, float64; sums of batches and of ranks can be added. `Measured` holds their means."""
 
     tokens: Tensor
     loss: Tensor
     hits: Tensor
     alpha: Tensor
-    runs: Tensor  # rows whose tokens of steps 0..j are all there
-    run_hits: Tensor  # of these, rows that hit in all of steps 0..j
-    run_alpha: Tensor  # sum over these rows of the product of alpha over steps 0..j
+    runs: Tensor  # number of rows for which all tokens of steps 0..j exist
+    run_hits: Tensor  # number of those rows that hit in all of steps 0..j
+    run_alpha: Tensor  # sum over those rows of the product of alpha over steps 0..j
 
 
 @torch.no_grad()
 def count(rows: Rows, targets: Targets, positions: int) -> Stats:
-    """The sums that a batch of `positions` = B * T rows shows."""
+    """The sums of a batch of `positions` = B * T rows."""
     valid = rows.valid.double()
     found = [valid, torch.where(rows.kept, rows.loss, 0.0), rows.hit * valid, rows.alpha * valid]
     sums = [x.double().sum(-1) for x in found]
     alive, hits, alpha = (torch.ones(positions, dtype=torch.float64, device=valid.device) for _ in range(3))
     runs: list[tuple[Tensor, Tensor, Tensor]] = []
     for step in range(valid.shape[0]):
-        # Row t = u - 2 - step; what no row predicts goes to one place more, which is cut off.
+        # Row t = u - 2 - step; tokens that no row predicts go to one extra row, which is cut off.
         row = torch.where(rows.valid[step], targets.rows_N - 2 - step, positions)
         there, hit, accepted = (
             x.new_zeros(positions + 1).index_copy_(0, row, x)[:-1]
@@ -186,29 +186,29 @@ def count(rows: Rows, targets: Targets, positions: int) -> Stats:
 
 
 class Measured(NamedTuple):
-    """A drafter on some sequences: per step, and what it would give with J drafts."""
+    """A drafter's results on some sequences: per step, and the predicted length with J drafts."""
 
     tokens: int
     loss: list[float]
-    agreement: list[float]  # share of tokens at which both have the same favourite
+    agreement: list[float]  # share of tokens at which both have the same argmax
     alpha: list[float]
-    accepted: list[float]  # share of rows that hit in steps 0..j: greedy
+    accepted: list[float]  # share of rows that hit in all of steps 0..j (greedy)
     accepted_sampled: list[float]
 
     def length(self, drafts: int | None = None) -> float:
-        """Simulated acceptance length, greedy, the bonus token included: 1 + sum_j P(steps 0..j all hit).
+        """Simulated greedy acceptance length, including the bonus token: 1 + sum_j P(steps 0..j all hit).
 
-        drafts: of a round; None: as many as steps.
+        drafts: drafts per round; None: the number of steps.
         """
         return 1 + sum(self.accepted[:drafts])
 
     def length_sampled(self, drafts: int | None = None) -> float:
-        """The same at temperature 1: with the product of alpha, per row, in the place of hits."""
+        """The same at temperature 1: with the product of alpha per row instead of hits."""
         return 1 + sum(self.accepted_sampled[:drafts])
 
 
 def measured(stats: Stats) -> Measured:
-    """The means of the sums; where nothing was counted they are 0."""
+    """The means of the sums; 0 if nothing was counted."""
     tokens, loss, hits, alpha, runs, run_hits, run_alpha = (x.tolist() for x in stats)
 
     def mean(sums: list[float], counts: list[float]) -> list[float]:

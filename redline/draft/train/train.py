@@ -1,7 +1,7 @@
 """Trains an EAGLE-3 drafter on a capture of its target: `redline draft train`.
 
-Leaves `out` as a drafter's folder (config.json, model.safetensors: the moving average) and `out/training` with
-log.jsonl, loss.png, config.json, result.json. Interrupted, it keeps its state there, and the same call goes on from it.
+Writes a drafter's folder `out` (config.json, model.safetensors: the moving average) and `out/training` with log.jsonl,
+loss.png, config.json, result.json. If interrupted, it keeps its state there, and the same call resumes from it.
 """
 
 import math
@@ -35,16 +35,16 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
-STATE_COPIES = 4  # of the parameters in a state, float32: weights, their average, two moments
+INTERRUPTED = 130  # the exit status of shells for SIGINT
+STATE_COPIES = 4  # float32 copies of the parameters in a state: weights, their average, two moments
 
 
 class Sizes(Record, frozen=True):
-    """The sizes of a new drafter. None: as the target has them."""
+    """The sizes of a new drafter. None: the target's."""
 
     architecture: Architecture = "mla"
     draft_vocab_size: int | None = None
-    """Tokens that its own head knows: the most frequent of the capture's answers. None: all; 0: no head of its own."""
+    """Tokens of the drafter's own head: the most frequent in the capture's answers. None: all; 0: no own head."""
     intermediate_size: int | None = None
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -56,11 +56,12 @@ class Sizes(Record, frozen=True):
 
 
 class TrainConfig(Record, frozen=True):
-    """What `redline draft train` is told.
+    """Settings of `redline draft train`.
 
-    `capture` names a stored capture; without it `corpus` names files of examples, and the target runs beside.
+    `capture` is the folder of a stored capture; without it `corpus` lists files of examples, and the target is loaded
+    to compute their states during training.
 
-    start  a drafter's folder to begin with; None: a new one of these sizes
+    start  folder of the drafter to start from; None: a new one of the given sizes
     """
 
     target: str
@@ -70,19 +71,19 @@ class TrainConfig(Record, frozen=True):
     corpus: tuple[str, ...] = ()
     start: str | None = None
     drafter: Sizes = Sizes()
-    device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
+    device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
 def run(config: TrainConfig, console: Console) -> int:
-    """0 when the drafter is exported; 130 when it was interrupted and can go on.
+    """Returns 0 if the drafter is exported, 130 if training was interrupted and can resume.
 
-    Raises ConfigError, and CheckpointError where target or drafter cannot be read.
+    Raises ConfigError, and CheckpointError if target or drafter cannot be read.
     """
     check(config)
     try:
         with alone(Path(config.out) / "training") if is_main() else nullcontext():
             return _run(config, console)
-    except KeyboardInterrupt:  # Ctrl-C before the first step, or a second time
+    except KeyboardInterrupt:  # Ctrl-C before the first step, or a second Ctrl-C
         if is_main():
             state = train_state.latest(Path(config.out) / "training")
             console.print(f"stopped; the same command {train_state.goes_on(state)}", highlight=False)
@@ -90,7 +91,7 @@ def run(config: TrainConfig, console: Console) -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is the first of those that a launcher has started, or the only one."""
+    """Whether this process is the first one started by a launcher, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -100,7 +101,7 @@ def _run(config: TrainConfig, console: Console) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """Raises ConfigError naming the field, or the part that is not installed, before anything is loaded."""
+    """Raises ConfigError, with the field or the missing package, before anything is loaded."""
     needs(*PARTS)
     pick_device(config.device)
     recipe, budget = config.recipe, config.recipe.budget
@@ -128,11 +129,11 @@ def check(config: TrainConfig) -> None:
     if recipe.tokens_per_batch < recipe.max_length * recipe.accumulate:
         raise ConfigError(
             f"recipe.tokens_per_batch is {recipe.tokens_per_batch}; expected at least max_length x accumulate "
-            f"({recipe.max_length * recipe.accumulate}), so that a long sequence fits"
+            f"({recipe.max_length * recipe.accumulate}), so that the longest sequence fits"
         )
     if (config.capture is None) == (not config.corpus):
         raise ConfigError(
-            "expected one of `capture` (a stored capture) and `corpus` (examples, with the target beside)"
+            "expected exactly one of `capture` (a stored capture) and `corpus` (examples; the target is loaded too)"
         )
     target = Checkpoint.open(config.target).config
     for key, value in msgspec.structs.asdict(config.drafter).items():
@@ -145,7 +146,7 @@ def check(config: TrainConfig) -> None:
 
 
 def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
-    """As `run`, on sequences that are there. layer_ids: of the states in them."""
+    """As `run`, for an opened source. layer_ids: layers of the states in it."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
     from accelerate.utils import set_seed  # pyright: ignore[reportMissingTypeStubs]
 
@@ -166,7 +167,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
     trainer = Trainer(accelerator, drafter, head_VD, source, config.recipe)
     state = train_state.latest(folder)
     if main:
-        # A state stands beside the one before it until it is whole; the drafter comes last.
+        # A new state is complete before the previous one is removed; the drafter is written last.
         sizes = STATE_COPIES * (1 if state is not None else 2) + 1
         check_room(folder, 4 * sizes * drafter.parameter_count, "the states of this training take")
     if state is not None:
@@ -177,7 +178,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
         console.print(
             f"drafter of {drafter.parameter_count / 1e6:.1f} M parameters on {accelerator.num_processes} x "
             f"{accelerator.device.type}; attention {trainer.way} ({trainer.why})"
-            + (f"; goes on from step {trainer.step}" if state is not None else ""),
+            + (f"; resumes from step {trainer.step}" if state is not None else ""),
             highlight=False,
             markup=False,
         )
@@ -202,7 +203,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
         if trainer.stopped:
             keep()
             if main:
-                console.print(f"stopped after step {trainer.step}; the same call goes on from there")
+                console.print(f"stopped after step {trainer.step}; the same call resumes from there")
             return INTERRUPTED
         result: Line = {"step": trainer.step, "tokens": round(trainer.reached.tokens)}
         result["seconds"] = round(trainer.reached.seconds, 2)
@@ -220,13 +221,13 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
     return 0
 
 
-# What it begins with.
+# Inputs of a training.
 
 
 def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[int, ...]]:
-    """The capture, or the target beside its corpus; and the ids of the layers whose states it gives.
+    """The capture, or the corpus with its target; and the ids of the layers of its states.
 
-    Raises ConfigError where either is of another target, broken or empty.
+    Raises ConfigError if either is of another target, broken or empty.
     """
     from redline.draft.corpus.capture import Stored, Streamed, taught_by
     from redline.draft.corpus.corpus import read_examples
@@ -249,7 +250,7 @@ def open_drafter(
 ) -> tuple[Eagle3, Tensor]:
     """(drafter in float32 with the target's embedding and head attached, head bf16 [V, D]), both on the device.
 
-    Raises ConfigError where the drafter to start with reads other layers than the source has.
+    Raises ConfigError if the drafter to start from reads other layers than the source provides.
     """
     checkpoint = Checkpoint.open(config.target)
     target = K2Config.from_folder(config.target)
@@ -271,7 +272,7 @@ def open_drafter(
 
 
 def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Eagle3:
-    """A drafter of the configured sizes, its weights not initialised.
+    """A drafter of the configured sizes, with uninitialised weights.
 
     A reduced vocabulary is chosen from the source.
     """
@@ -285,7 +286,7 @@ def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids
 
 
 def frequent(source: Source, count: int, vocabulary: int, recipe: Recipe) -> Tensor:
-    """The `count` tokens most frequent in answers that are trained on, int64 [count]; of equals, the lower id first."""
+    """The `count` most frequent tokens of the training answers, int64 [count]; ties are broken by the lower id."""
     found: Counter[int] = Counter()
     for sequence in source.sequences(0, recipe.seed):
         if not is_held_out(sequence.id, recipe.held_out):
@@ -293,11 +294,11 @@ def frequent(source: Source, count: int, vocabulary: int, recipe: Recipe) -> Ten
     return torch.tensor(sorted(range(vocabulary), key=lambda token: (-found[token], token))[:count])
 
 
-# What it leaves.
+# Outputs of a training.
 
 
 def _is_done(folder: Path, config: TrainConfig) -> bool:
-    """Whether this very training has ended. ConfigError where the folder has another's."""
+    """Whether a training with these settings has ended. ConfigError if the folder contains another training."""
     try:
         written = (folder / "config.json").read_bytes()
     except FileNotFoundError:
@@ -305,18 +306,18 @@ def _is_done(folder: Path, config: TrainConfig) -> bool:
     try:
         before = msgspec.json.decode(written, type=TrainConfig)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{folder / 'config.json'}: damaged ({error}): remove {folder} to begin again") from None
+        raise ConfigError(f"{folder / 'config.json'}: damaged ({error}): remove {folder} to start over") from None
     for key, was in _facts(before).items():
         if (now := _facts(config)[key]) != was:
             raise ConfigError(
-                f"{folder.parent}: holds a training with {key} {was!r}, not {now!r}: take another folder, or remove "
+                f"{folder.parent}: contains a training with {key} {was!r}, not {now!r}: use another folder, or remove "
                 "this one"
             )
     return (folder / "result.json").exists()
 
 
 def _facts(config: TrainConfig) -> dict[str, Any]:
-    """What decides a training. Of files and folders the last part of their paths: they may have moved."""
+    """The settings that identify a training. Of files and folders only the last path component: they may have moved."""
     facts: dict[str, Any] = {
         "capture": config.capture and Path(config.capture).name,
         "corpus": [Path(path).name for path in config.corpus],
@@ -329,7 +330,7 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
 
 
 def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
-    """Saves the drafter with a latent as wide as the target's, as vLLM needs it; Redline drops the padding."""
+    """Saves the drafter with its latent padded to the target's width, as vLLM needs; Redline removes the padding."""
     if not main:
         return
     out = Path(config.out)
@@ -353,9 +354,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class Journal:
-    """log.jsonl: a line for each thing that happened, in order. Lines after `step`, of a run that was lost, go.
+    """log.jsonl: one line per event, in order. Lines after `step`, from an interrupted run, are removed.
 
-    main: whether this process writes; of several ranks one does. Raises ConfigError where the disk is full.
+    main: whether this process writes; only one rank does. Raises ConfigError if the disk is full.
     """
 
     def __init__(self, folder: Path, step: int, main: bool) -> None:
@@ -365,7 +366,7 @@ class Journal:
             for line in self._path.read_bytes().splitlines(keepends=True):
                 try:
                     found = msgspec.json.decode(line) if line.endswith(b"\n") else None
-                except msgspec.DecodeError:  # a line that a full disk or a copy in part has cut
+                except msgspec.DecodeError:  # a line cut by a full disk or by an incomplete copy
                     continue
                 if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
                     self.lines.append(found)
@@ -375,7 +376,7 @@ class Journal:
                 self._path.write_bytes(b"")
 
     def write(self, line: Line) -> None:
-        """Appends a line, in the main process. Raises ConfigError where the disk is full."""
+        """Appends a line, in the main process. Raises ConfigError if the disk is full."""
         if not self._main:
             return
         self.lines.append(line)
@@ -388,7 +389,7 @@ class Journal:
 
 @contextmanager
 def _interrupts(trainer: Trainer) -> Generator[None]:
-    """The first Ctrl-C ends the training in order; the second at once."""
+    """The first Ctrl-C ends the training cleanly, the second one immediately."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         if trainer.asked:

@@ -1,7 +1,7 @@
-"""A training that can go on: weights, averages, the optimiser's moments and the place in the data, without pickle.
+"""Training checkpoints: weights, averages, optimiser moments and the position in the data, without pickle.
 
-A state is a folder `step-N` of two files, state.safetensors and state.json. It appears whole, and only then does the
-one before it go. Every kind of sharding writes the same files: tensors whole, named after the drafter's parameters.
+A state is a folder `step-N` of two files, state.safetensors and state.json. It appears atomically, and only then is the
+previous one removed. Every kind of sharding writes the same files: whole tensors, named after the drafter's parameters.
 """
 
 import shutil
@@ -26,17 +26,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Facts(Record, frozen=True):
-    """The part of a state that is no tensor."""
+    """The part of a state that is not tensors."""
 
     step: int
     reached: Reached
-    drawn: int  # batches that each rank has taken
+    drawn: int  # number of batches that each rank has consumed
     optimizer_step: int
-    tokens: int = 0  # trained on, all ranks
+    tokens: int = 0  # number trained on, over all ranks
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank: a collective call where it is sharded."""
+    """The whole tensor on every rank; a collective call if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,16 +48,16 @@ def put(into: Tensor, value: Tensor) -> None:
 
 
 class Moments:
-    """The weights and AdamW's state by parameter, wherever the optimiser keeps them. Every rank calls these.
+    """The weights and AdamW's state by parameter, wherever the optimiser stores them. All ranks must call the methods.
 
-    names  of the parameters of `model` that learn, in its order
+    names  of the trainable parameters of `model`, in order
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, names: Sequence[str]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._parameters = dict(zip(names, parameters, strict=True))
         self._optimizer = optimizer
-        # ZeRO keeps its weights and moments in flat partitions, and finds each parameter's again itself.
+        # ZeRO stores weights and moments in flat partitions, and can look up each parameter's part itself.
         self._zero: Any = None
         if any(hasattr(parameter, "_hp_mapping") for parameter in parameters):
             self._zero = import_module("deepspeed.utils")
@@ -78,7 +78,7 @@ class Moments:
         return max(int(entry["step"]) for entry in self._optimizer.state.values()), found
 
     def write(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
-        """Puts back what `read` gave. Raises KeyError where a parameter's tensor is missing."""
+        """Restores what `read` returned. Raises KeyError if a parameter's tensor is missing."""
         if self._zero is not None:
             self._make_flat_state(steps)
         for name, parameter in self._parameters.items():
@@ -95,7 +95,7 @@ class Moments:
                 put(entry[moment], tensors[f"{moment}.{name}"])
 
     def _make_flat_state(self, steps: int) -> None:
-        """Makes the state that ZeRO would make in its first step, since before that there is none."""
+        """Creates the state that ZeRO would create in its first step; until then there is none."""
         zero = self._optimizer.optimizer
         for group in zero.optimizer.param_groups:
             for flat in group["params"]:
@@ -105,7 +105,7 @@ class Moments:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole state in the folder; None where there is none."""
+    """The newest complete state in the folder; None if there is none."""
     found = [
         path
         for path in folder.glob("step-*")
@@ -115,9 +115,9 @@ def latest(folder: Path) -> Path | None:
 
 
 def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
-    """Writes the state as `folder`/step-N, removes the states before it, and returns its folder.
+    """Writes the state as `folder`/step-N, removes older states, and returns its folder.
 
-    Raises ConfigError where it cannot be written, and leaves the state before as it was.
+    Raises ConfigError if it cannot be written; the previous state is then unchanged.
     """
     path = folder / f"step-{facts.step}"
     building = folder / ".writing"
@@ -143,7 +143,7 @@ def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
-    """The error that tells a person that the disk took no more, and where training goes on.
+    """The error for a state that cannot be written: free space, and where training resumes.
 
     state: the last one, or None.
     """
@@ -159,20 +159,20 @@ def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
 
 
 def goes_on(state: Path | None) -> str:
-    """What the same call does from this state, in words; None: there is no state."""
-    return f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
+    """How the same call continues from this state, as part of a message. None: there is no state."""
+    return f"resumes from step {state.name.removeprefix('step-')}" if state is not None else "starts over"
 
 
 def load(path: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """The facts and tensors (on the CPU) of a state's folder. Raises ConfigError where its files are damaged."""
+    """The facts and tensors (on the CPU) of a state's folder. Raises ConfigError if its files are damaged."""
     try:
         facts = msgspec.json.decode((path / "state.json").read_bytes(), type=Facts)
         with safe_open(path / "state.safetensors", framework="pt") as file:
             return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise ConfigError(f"{path}: damaged ({error}): remove this folder to begin again") from None
+        raise ConfigError(f"{path}: damaged ({error}): remove this folder to start over") from None
 
 
 def remove(path: Path) -> None:
-    """Deletes a state's folder. Raises OSError where that fails."""
+    """Deletes a state's folder. Raises OSError if that fails."""
     shutil.rmtree(path)

@@ -1,5 +1,5 @@
-"""The training loop: batches in, steps, agreement between ranks, averages, states. Knows accelerate, and nothing of
-what accelerate runs on: one process, data parallel, fully sharded or ZeRO.
+"""The training loop: batches, steps, synchronisation between ranks, averages, states. It depends on accelerate, but not
+on the backend: one process, data parallel, fully sharded or ZeRO.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,17 +22,17 @@ Line = dict[str, Any]
 
 
 class Recipe(Record, frozen=True):
-    """How a drafter learns. Shares are of the budget."""
+    """Hyperparameters of a training. Shares refer to the budget."""
 
     budget: Budget
     tokens_per_batch: int = 32768
-    """Rows of one optimiser step, filling included, over all ranks."""
+    """Rows of one optimiser step, padding included, over all ranks."""
     accumulate: int = 1
-    """Batches that a step is made of, on each rank."""
+    """Number of batches per step, on each rank."""
     max_length: int = 4096
-    """Longer sequences are cut."""
+    """Longer sequences are truncated."""
     pool: int = 16
-    """Batches whose sequences are sorted by length together."""
+    """Number of batches that are filled from one pool of sequences, sorted by length."""
     lr: float = 1e-3
     warmup: float = 0.02
     clip: float = 0.5
@@ -40,27 +40,27 @@ class Recipe(Record, frozen=True):
     weight_decay: float = 0.0
     ema: float = 0.999
     l2_sp: float = 0.0
-    """Weight of the squared distance to the weights that training began with."""
+    """Weight of the squared distance to the initial weights."""
     steps_ahead: int = 7
-    """Steps of training-time test."""
+    """Number of steps of training-time test."""
     step_decay: float = 0.8
     loss: Kind = "kl"
     lk_decay: float = 3.0
     focus: float = 0.0
-    """c: tokens weigh 1 + c gap within their sequence."""
+    """c: tokens are weighted by 1 + c gap within their sequence."""
     seed: int = 1
     log_every: int = 20
     measure_every: int = 500
     keep_every: int = 500
     held_out: float = 0.02
-    """Share of sequences that is never trained on."""
+    """Share of sequences that are never trained on."""
     held_out_tokens: int = 65536
-    """At most so many of them are measured."""
+    """Maximum number of held-out tokens that are measured."""
     compile: bool = False
 
 
 class Trainee(nn.Module):
-    """A drafter whose forward is the loss: what data-parallel wrappers need."""
+    """A drafter with a forward that returns the loss, as data-parallel wrappers need."""
 
     def __init__(self, drafter: Eagle3, recipe: Recipe, way: ttt.Way) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Trainee(nn.Module):
 
 
 class Average:
-    """The moving average of a model's parameters, in float32: what is measured and saved."""
+    """The moving average of a model's parameters, in float32; the average is measured and saved."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -95,9 +95,9 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Takes the weights in after step `step`, the first being 1.
+        """Adds the weights after step `step`, counted from 1.
 
-        Early, the average is over fewer steps than its decay says.
+        In the first steps the average is over fewer steps than its decay implies.
         """
         decay = min(self._decay, step / (step + 9))
         for value, parameter in zip(self.values, self._parameters, strict=True):
@@ -105,7 +105,7 @@ class Average:
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """The model with its average as weights, until the end; then its own weights are back."""
+        """Context manager: the model has the averaged weights inside, and its own weights again afterwards."""
         kept = [parameter.detach().clone() for parameter in self._parameters]
         self._copy(self.values)
         try:
@@ -120,11 +120,11 @@ class Average:
 
 
 class Trainer:
-    """One training. Setting `asked` asks for its end, which comes when all ranks know of it; then `stopped` is set.
+    """One training. Set `asked` to request its end; `stopped` is set once all ranks know of the request.
 
-    drafter  float32, on the accelerator's device, the target's embedding and head attached
+    drafter  float32, on the accelerator's device, with the target's embedding and head attached
     head_VD  the target's head
-    reached  what all ranks agreed on: steps, tokens, seconds
+    reached  progress that all ranks agreed on: steps, tokens, seconds
     """
 
     def __init__(self, accelerator: Any, drafter: Eagle3, head_VD: Tensor, source: Source, recipe: Recipe) -> None:
@@ -152,7 +152,7 @@ class Trainer:
             self._trainee.figures = torch.compile(losses.figures, dynamic=False)
         self.step = self.tokens = self._drawn = 0
         self.reached = Reached()
-        self._window: Stats | None = None  # since the last line of the log
+        self._window: Stats | None = None  # statistics since the last line of the log
         self.asked = self.stopped = False
         self.held_out = batches.held_out(
             source, recipe.held_out, recipe.held_out_tokens, recipe.max_length, recipe.seed
@@ -161,9 +161,9 @@ class Trainer:
     # The loop.
 
     def train(self, log: Callable[[Line], None], keep: Callable[[], None]) -> None:
-        """Trains until the budget is spent or the end was asked for. `log` gets lines, on every rank; `keep` saves.
+        """Trains until the budget is used or the end is requested. `log` gets lines, on every rank; `keep` saves.
 
-        Raises ConfigError where the source has nothing to train on.
+        Raises ConfigError if the source has nothing to train on.
         """
         recipe = self.recipe
         ahead = Ahead(self._batches())
@@ -213,7 +213,7 @@ class Trainer:
         return batches.collate(group, self.recipe.max_length, self._chunk, pin=self.device.type == "cuda")
 
     def _first_or_next(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
-        """One step; where compiling fails in the very first one, the training goes on without it."""
+        """One step; if compilation fails in the very first one, training continues without it."""
         try:
             return self._step(group)
         except Exception as error:
@@ -225,13 +225,13 @@ class Trainer:
             return self._step(group)
 
     def _step(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
-        """One step of the optimiser, in which every sequence of every rank and batch weighs the same."""
+        """One optimiser step, in which every sequence of every rank and batch has the same weight."""
         accelerator, recipe = self.accelerator, self.recipe
         share = rate(self.reached.share(self.step + 0.5, recipe.budget), recipe.warmup)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = recipe.lr * share
         own = torch.tensor(float(sum(batch.sequences for batch in group)), device=self.device)
-        # Gradients are averaged over ranks and over what is accumulated; the sum is wanted.
+        # Gradients are averaged over ranks and accumulation steps; this scale turns the average into the needed sum.
         scale = accelerator.num_processes * recipe.accumulate / accelerator.reduce(own, "sum")
         found: Stats | None = None
         norm: Any = None
@@ -248,7 +248,7 @@ class Trainer:
         return found, norm
 
     def _agree(self, began: float) -> None:
-        """All ranks go on from the same figures, so that they learn at the same rate and end at the same step."""
+        """Synchronises progress, so that all ranks have the same learning rate and end at the same step."""
         recipe, seconds = self.recipe, clock.monotonic() - began
         if self.accelerator.num_processes == 1:
             self.reached, self.stopped = self.reached.next(self.step, self.tokens, seconds), self.asked
@@ -282,7 +282,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self) -> Line:
-        """The figures of the averaged drafter on the held-out sequences, in all and by domain."""
+        """The results of the averaged drafter on the held-out sequences, in total and by domain."""
         domains = sorted({one.domain for one in self.held_out})
         limit = self.recipe.tokens_per_batch
         work: list[tuple[int, list[Captured]]] = []
@@ -294,7 +294,7 @@ class Trainer:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self._model.eval()
         with self.average.applied():
-            # Every rank calls the model equally often: where weights are sharded, a call is a collective one.
+            # Every rank calls the model the same number of times: with sharded weights a call is collective.
             for begin in range(0, len(work), world):
                 number, group = work[(begin + rank) % len(work)]
                 *_, stats = self._model(batches.to(self._collate(group), self.device), self._head_VD)
@@ -318,14 +318,14 @@ class Trainer:
             "alpha": [round(x, 4) for x in found.alpha],
         }
 
-    # The state. Every rank calls these; the main process gets whole tensors.
+    # The state. All ranks must call these; the main process gets whole tensors.
 
     def averaged(self) -> dict[str, Tensor]:
-        """The drafter to be saved, float32, whole tensors under its file's names."""
+        """The drafter to save, float32, whole tensors under the names of its file."""
         return {name: train_state.whole(value) for name, value in zip(self._names, self.average.values, strict=True)}
 
     def state(self) -> tuple[train_state.Facts, dict[str, Tensor]]:
-        """The facts and whole tensors with which `resume` goes on."""
+        """The facts and whole tensors from which `resume` continues."""
         steps, tensors = self._moments().read()
         tensors |= {f"ema.{name}": value for name, value in self.averaged().items()}
         if self._window is not None:
@@ -343,9 +343,9 @@ class Trainer:
 
     @torch.no_grad()
     def resume(self, facts: train_state.Facts, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from a state: the same step, weights and place in the data, so the rest is what it would have been.
+        """Continues from a state: the same step, weights and position in the data, so results are as if uninterrupted.
 
-        Raises KeyError where the state has not this drafter's tensors.
+        Raises KeyError if the state does not contain this drafter's tensors.
         """
         self._moments().write(facts.optimizer_step, tensors)
         for name, value in zip(self._names, self.average.values, strict=True):
@@ -355,7 +355,7 @@ class Trainer:
         torch.set_rng_state(tensors["random.cpu"])
         self.step, self.reached, self._drawn = facts.step, facts.reached, facts.drawn
         window = tensors.get("window.stats")
-        if self.accelerator.is_main_process:  # whose sums stand for those of all ranks
+        if self.accelerator.is_main_process:  # its sums represent those of all ranks
             self.tokens = facts.tokens
             self._window = None if window is None else Stats(*window.to(self.device).unbind(0))
 

@@ -1,8 +1,8 @@
-"""EAGLE-3's training-time test: the drafter unrolled over its own features, as it will run when it serves.
+"""EAGLE-3's training-time test: the drafter is unrolled over its own features, as it runs in serving.
 
-Row t stands for the position t of a sequence. In step j it reads the token x_{t+1+j} and predicts x_{t+2+j}: in step 0
-from the target's feature, later from what it fed back itself. It sees the keys of step 0 up to its own position, which
-come from the target's features, and of each later step only its own key (arXiv 2503.01840).
+Row t is position t of a sequence. In step j it reads the token x_{t+1+j} and predicts x_{t+2+j}: in step 0 from the
+target's feature, later from the feature that it fed back itself. It attends to the keys of step 0 up to its own
+position, which come from the target's features, and of each later step only to its own key (arXiv 2503.01840).
 
 B sequences, T rows, H heads, X width of queries and keys, V width of values, D hidden, F target features.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.model.eagle3.module import Eagle3
 
-QUERIES = 256  # rows of queries whose scores exist at once where no fused kernel computes them
+QUERIES = 256  # query rows per block without a fused kernel; only one block's scores are in memory
 
 Way = Literal["fused", "blocked"]
 
@@ -23,9 +23,8 @@ Way = Literal["fused", "blocked"]
 def unroll(drafter: Eagle3, tokens_BT: Tensor, features_BTF: Tensor, steps: int, way: Way = "blocked") -> list[Tensor]:
     """The normed hidden states [B, T, D] of each step.
 
-    tokens_BT: int64, filled up on the right: what stands behind a sequence is read by no row that counts, since rows
-    see only what is before them, and a row counts only where the token that it predicts is in the sequence. way: how
-    attention is computed, as `choose` found it.
+    tokens_BT: int64, padded on the right. No valid row reads the padding: rows attend only to earlier rows, and a row
+    is valid only if the token that it predicts is in the sequence. way: the attention implementation, from `choose`.
     """
     feature = drafter.fuse(features_BTF)
     rows = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -49,7 +48,7 @@ def attend(
 ) -> Tensor:
     """[B, T, H, V]: one softmax over the keys of step 0 up to the query's row and each later step's key of that row.
 
-    Scores are float32. Memory is linear in T: no scores outlive their block of queries.
+    Scores are float32. Memory is linear in T: only the scores of one block of queries exist at a time.
     """
     inputs = [q_BTHX, *keys_BTHX, *values_BTHV]
     if way == "fused":  # the fused kernel reads 16-bit values only
@@ -58,9 +57,9 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
-    """The causal part as any kernel gives it, with its log-sum-exp; the later steps' keys merged into it.
+    """The causal part from any kernel, with its log-sum-exp, merged with the keys of later steps.
 
-    Backward, the causal part's own kernel gets the merged output and the merged log-sum-exp: then its probabilities are
+    In the backward pass the causal kernel gets the merged output and the merged log-sum-exp: then its probabilities are
     those of the whole softmax, and so are its gradients (as in ring attention, arXiv 2310.01889).
     """
 
@@ -143,7 +142,7 @@ def _blocked_backward(
 
 
 def _scores(q: Tensor, key: Tensor, first: int, scale: float) -> Tensor:
-    """float32 [B, H, queries from `first`, keys up to the last of them]; what a query must not see is -inf."""
+    """float32 [B, H, queries from `first`, keys up to the last of them]; masked entries are -inf."""
     last = min(first + QUERIES, q.shape[1])
     scores = torch.einsum("bthx,bshx->bhts", q[:, first:last], key[:, :last]).float() * scale
     rows = torch.arange(last, device=q.device)
@@ -151,7 +150,7 @@ def _scores(q: Tensor, key: Tensor, first: int, scale: float) -> Tensor:
 
 
 def _fused(q: Tensor, key: Tensor, value: Tensor, scale: float) -> _Causal:
-    """Causal attention by the flash kernel, which wants values as wide as keys."""
+    """Causal attention by the flash kernel, which needs values as wide as keys."""
     widened = _widened(value, q.shape[-1])
     out, lse, *state = torch.ops.aten._scaled_dot_product_flash_attention(
         *(x.transpose(1, 2) for x in (q, key, widened)), is_causal=True, scale=scale
@@ -183,9 +182,10 @@ _BACKWARD = {"fused": _fused_backward, "blocked": _blocked_backward}
 
 
 def choose(device: torch.device, heads: int, width: int, value_width: int) -> tuple[Way, str]:
-    """The way to compute attention on this device, and why: "fused" where it runs and agrees with "blocked".
+    """The attention implementation for this device, with the reason: "fused" if it runs and agrees with "blocked".
 
-    Both are tried, forward and backward, with so many heads, queries and keys of `width`, and values of `value_width`.
+    Both are tried, forward and backward, with this number of heads, queries and keys of `width`, values of
+    `value_width`.
     """
     if device.type != "cuda":
         return "blocked", "no GPU"

@@ -11,7 +11,7 @@ _add_norm = native.function("add_norm")
 
 
 def run(args: meaning.AddNormArgs) -> tuple[Tensor, Tensor]:
-    """-> (the same residual, changed in place; normed [T, D]). Tensors are contiguous float32."""
+    """-> (the same residual, changed in place; normed [T, D]). Both tensors are contiguous float32."""
     residual_TD = args.residual_TD
     tokens, d = residual_TD.shape
     y = torch.empty_like(residual_TD)

@@ -20,7 +20,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.BestArgs) -> bool:
-    """Whether the logits are float32 and each row is contiguous; rows may lie apart."""
+    """Whether the logits are float32 and each row is contiguous; rows may be strided."""
     return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 

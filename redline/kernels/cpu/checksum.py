@@ -1,4 +1,4 @@
-"""`checksum` on a CPU, by the thread that calls: it waits for memory, and the others have their own work."""
+"""`checksum` on a CPU, in the calling thread only: it is memory-bound, and the other threads are busy."""
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ def run(args: meaning.ChecksumArgs) -> Tensor:
 
 
 def fits(args: meaning.ChecksumArgs) -> bool:
-    """Whether the bytes are uint8 and lie one after the other."""
+    """Whether the bytes are uint8 and contiguous."""
     return args.data_N.dtype == torch.uint8 and args.data_N.is_contiguous()
 
 
 def of_memory(address: int, count: int, seed: int) -> int:
-    """The checksum of bytes of this process's memory, in [0, 2^64). Needs the kernels (`native.library`)."""
+    """The checksum of bytes of this process's memory, in [0, 2^64). Requires the kernels (`native.library`)."""
     out = torch.empty((), dtype=torch.int64)
     _checksum(data=address, sum=out, count=count, seed=seed)
     return meaning.number(out)
 
 
 def run_rows(args: meaning.ChecksumsArgs) -> Tensor:
-    """The reference's result, by a native call for each row."""
+    """The reference's result, by one native call per row."""
     out_R = torch.empty(len(args.seeds), dtype=torch.int64)
     for row, (data_N, seed) in enumerate(zip(args.data_RN, args.seeds, strict=True)):
         _checksum(data=data_N, sum=out_R[row], count=data_N.numel(), seed=seed)
@@ -38,7 +38,7 @@ def run_rows(args: meaning.ChecksumsArgs) -> Tensor:
 
 
 def fits_rows(args: meaning.ChecksumsArgs) -> bool:
-    """Whether the bytes are uint8 and lie one after the other."""
+    """Whether the bytes are uint8 and contiguous."""
     return args.data_RN.dtype == torch.uint8 and args.data_RN.is_contiguous()
 
 

@@ -1,7 +1,7 @@
-"""`linear` on a CPU: each output is one chain in the order of k.
+"""`linear` on a CPU: each output is accumulated in the order of k.
 
-Products are exact; or x is rounded to bf16 where the caller allows it: then 32 multiplications are one instruction
-instead of two, as on a GPU.
+Products are exact; or, if the caller allows it, x is rounded to bf16: then 32 multiplications are one instruction
+instead of two, and the result is rounded as on a GPU.
 """
 
 import torch
@@ -17,7 +17,7 @@ _linear = native.function("linear")
 
 
 def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
-    """-> y float32 [T, N]; a view of wider rows where N is no whole panel."""
+    """-> y float32 [T, N]; a view of wider rows if N is not a multiple of the panel width."""
     weight = args.weight
     tokens, k = args.x_TK.shape
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
@@ -27,7 +27,7 @@ def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
 
 
 def fits(args: meaning.LinearArgs[Weight]) -> bool:
-    """Whether the weight lies in panels, which it does where K is a multiple of 32: the C++ reads nothing else."""
+    """Whether the weight is in panels, the only layout that the C++ reads; K is then a multiple of 32."""
     return isinstance(args.weight, Matrix) and args.weight.panels
 
 

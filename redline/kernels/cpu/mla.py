@@ -1,6 +1,6 @@
 """Latent attention on a CPU.
 
-Over float32 pages products are exact; over bf16 and e4m3 pages what enters one is rounded to bf16, as on a GPU.
+With float32 pages products are exact; with bf16 and e4m3 pages their inputs are rounded to bf16, as on a GPU.
 """
 
 import torch
@@ -18,12 +18,12 @@ _KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 
 def kv_type(plane: Tensor) -> int:
-    """The format of these pages, as core/pages.h numbers it. KeyError for a dtype that no page has."""
+    """The number of the pages' format in core/pages.h. KeyError for an unsupported dtype."""
     return _KV_TYPES[plane.dtype]
 
 
 def in_panels(w: MlaWeights[Weight]) -> bool:
-    """Whether all four weights lie in panels, which the C++ reads."""
+    """Whether all four weights are in panels, the layout that the C++ reads."""
     return all(isinstance(weight, Matrix) and weight.panels for weight in (w.w_a, w.w_q, w.w_uk, w.w_uv))
 
 
@@ -57,7 +57,7 @@ def _qkv(args: meaning.MlaQkvArgs[Matrix]) -> Tensor:
 
 
 def _qkv_fits(args: meaning.MlaQkvArgs[Weight]) -> bool:
-    """Whether the weights lie in panels and the query heads end with one: they are stored by whole panels."""
+    """Whether the weights are in panels and the query heads end at a panel boundary: whole panels are stored."""
     return in_panels(args.w) and args.w.w_q.shape[0] % PANEL == 0
 
 
@@ -88,7 +88,7 @@ def _decode(args: meaning.MlaDecodeArgs[Matrix]) -> None:
 
 
 def _decode_fits(args: meaning.MlaDecodeArgs[Weight]) -> bool:
-    """Whether the weights lie in panels and R, P and V are multiples of 32: rows are read 32 numbers at a time."""
+    """Whether the weights are in panels and R, P and V are multiples of 32: rows are read 32 numbers at a time."""
     w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 
@@ -117,7 +117,7 @@ def _prefill(args: meaning.MlaPrefillArgs[Matrix]) -> None:
 
 
 def _prefill_fits(args: meaning.MlaPrefillArgs[Weight]) -> bool:
-    """Whether the weights lie in panels and R, P and V are multiples of 32: keys and values become panels."""
+    """Whether the weights are in panels and R, P and V are multiples of 32: keys and values are converted to panels."""
     w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 

@@ -13,7 +13,7 @@ _moe = native.function("moe")
 
 
 def panels(experts: ExpertWeights | None) -> Tensor | None:
-    """The codes or weights of all experts, as the kernel reads them."""
+    """The codes or weights of all experts, in the kernel's layout."""
     if experts is None:
         return None
     assert isinstance(experts, Int4Panels | Nvfp4Panels | Matrix), "experts reach the kernel as panels"
@@ -21,17 +21,17 @@ def panels(experts: ExpertWeights | None) -> Tensor | None:
 
 
 def scales(experts: ExpertWeights | None) -> Tensor | None:
-    """Those of codes; weights have none."""
+    """The scales of quantised codes; bf16 weights have none."""
     return experts.scales if isinstance(experts, Int4Panels | Nvfp4Panels) else None
 
 
 def wholes(experts: ExpertWeights | None) -> Tensor | None:
-    """Each panel's matrix's scale, which NVFP4 alone has."""
+    """The matrix scale of each panel; only NVFP4 has them."""
     return experts.wholes if isinstance(experts, Nvfp4Panels) else None
 
 
 def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
-    """-> y float32 [T, D]. A token's experts are added in the order of its choices, whatever its company."""
+    """-> y float32 [T, D]. A token's experts are added in the order of its choices, independent of the batch."""
     x_TD, shared_gate_up, shared_down, routed = args.x_TD, args.shared_gate_up, args.shared_down, args.routed
     tokens, d = x_TD.shape
     y_TD = torch.empty_like(x_TD)
@@ -61,7 +61,7 @@ def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
 
 
 def fits(args: meaning.MoeArgs[Weight]) -> bool:
-    """Whether all weights lie in panels and D and the experts' widths are whole panels: each is an N and a K."""
+    """Whether all weights are in panels and D and the experts' widths are multiples of the panel width."""
     routed = args.routed
     weights: list[Weight | ExpertWeights | None] = [args.shared_gate_up, args.shared_down]
     downs: list[Weight | ExpertWeights | None] = [args.shared_down]

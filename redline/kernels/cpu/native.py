@@ -1,8 +1,8 @@
-"""The CPU kernels: C++ in this folder and below, built once by the system's compiler, each cached by content and chip.
+"""The CPU kernels: C++ sources in this folder and below, compiled once with the system's compiler.
 
-`library()` is None where there is no compiler or the build failed; `why_not()` then says it in one line, and every op
-takes its reference. REDLINE_CPU_ISA names the instruction set that they are compiled for; without it they are compiled
-for all that this processor has.
+Builds are cached by content and chip. `library()` returns None if there is no compiler or the build failed; then
+`why_not()` returns the reason in one line, and every op runs its reference. REDLINE_CPU_ISA selects the instruction
+set; by default the kernels are compiled for everything that this processor supports.
 """
 
 import ctypes
@@ -35,9 +35,9 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "
 class InstructionSet(NamedTuple):
     """A value of REDLINE_CPU_ISA."""
 
-    flags: tuple[str, ...]  # of the compiler, in the place of -march=native
-    needs: frozenset[str]  # flags of /proc/cpuinfo
-    libraries: dict[str, str]  # environment variables that bound torch, oneDNN (which would use AMX) and MKL alike
+    flags: tuple[str, ...]  # compiler flags, instead of -march=native
+    needs: frozenset[str]  # required flags of /proc/cpuinfo
+    libraries: dict[str, str]  # environment variables that limit torch, oneDNN (which would use AMX) and MKL equally
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -58,7 +58,7 @@ INSTRUCTION_SETS = {
     )
 }
 
-# Where kernels and what they take are declared, and Python reads them.
+# The headers that declare kernels and their arguments; Python parses them.
 HEADERS = ("core/kernels.h", "core/watch.h", "blocks/blocks.h", "blocks/draft_pass.h")
 
 SLOWER = "the CPU runs the reference path, about a hundred times slower"
@@ -68,47 +68,47 @@ _sharing = 1
 
 
 def why_not() -> str | None:
-    """One line, where `library()` is None."""
+    """The reason, in one line, if `library()` returns None."""
     return _reason
 
 
 def threads() -> int:
-    """As many as this process may run at once: a thread that its quota stops holds up those that wait for it.
+    """Number of threads that this process may run at once. A thread throttled by a CPU quota delays all others.
 
-    OMP_NUM_THREADS, which bounds torch's own, bounds these too: threads that wait for one another spin, so where many
-    processes share few cores one thread each does the same in half the processor time.
+    OMP_NUM_THREADS, the limit of torch's threads, applies to these too. Waiting threads spin, so if many processes
+    share few cores, one thread per process does the same work in half of the processor time.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of nested levels
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first one is the outermost level
     most = int(asked) if asked.isdecimal() and int(asked) else processors()
     return max(1, min(most, processors() // _sharing))
 
 
 def share_processors(processes: int) -> None:
-    """As many processes as this compute side by side; said before `library` is first called, it divides the threads."""
+    """Divides the threads among `processes` processes on this machine. Call it before the first call of `library`."""
     global _sharing
     _sharing = processes
 
 
 def instruction_set() -> str | None:
-    """What REDLINE_CPU_ISA names; None: all that this processor has.
+    """The value of REDLINE_CPU_ISA; None: everything that this processor supports.
 
-    Raises ConfigError for a value that is unknown, and for a set that this processor lacks.
+    Raises ConfigError for an unknown value, and for a set that this processor does not support.
     """
     name = os.environ.get("REDLINE_CPU_ISA", "")
     if not name:
         return None
     if name not in INSTRUCTION_SETS:
         known = ", ".join(INSTRUCTION_SETS)
-        raise ConfigError(f"REDLINE_CPU_ISA is {name!r}; expected one of {known}, or no value for the best there is")
+        raise ConfigError(f"REDLINE_CPU_ISA is {name!r}; expected one of {known}, or no value for the best available")
     if missing := sorted(INSTRUCTION_SETS[name].needs - _cpu_flags()):
         raise ConfigError(
-            f"REDLINE_CPU_ISA is {name}, and this processor lacks {', '.join(missing)}: name a set that it has, or none"
+            f"REDLINE_CPU_ISA is {name}, and this processor lacks {', '.join(missing)}: use a set that it has, or none"
         )
     return name
 
 
 def _bound_libraries() -> None:
-    """Torch and what it calls read these when they first compute, which no import does."""
+    """Sets the libraries' limits. Torch and its libraries read them at their first computation, not at import."""
     known = INSTRUCTION_SETS.get(os.environ.get("REDLINE_CPU_ISA", ""))
     for name, value in known.libraries.items() if known is not None else ():
         os.environ.setdefault(name, value)
@@ -119,7 +119,7 @@ _bound_libraries()
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The built kernels, with their threads started; the first call builds them where that is to be done.
+    """The loaded kernels, with their threads started; the first call builds them if needed.
 
     Raises ConfigError as `instruction_set` does.
     """
@@ -128,14 +128,14 @@ def library() -> ctypes.CDLL | None:
     compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CXX")
-        missing = f"CXX is {named}, which is no program" if named else "no C++ compiler on the PATH"
+        missing = f"CXX is {named}, which is not a program" if named else "no C++ compiler on the PATH"
         _reason = f"{missing}: {SLOWER}"
         return None
     try:
         path = cache_folder() / f"kernels-{_key(compiler)}.so"
         failure = None if path.exists() else _build(compiler, path)
         loaded = None if failure else _load(compiler, path)
-    except OSError as error:  # no place to write to, or a file that cannot be loaded
+    except OSError as error:  # no writable cache folder, or a library that cannot be loaded
         failure, loaded = str(error), None
     if loaded is None:
         _reason = f"the CPU kernels did not build ({failure}): {SLOWER}"
@@ -147,12 +147,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def record(name: str) -> type[Record]:
-    """The struct of this name, as one of HEADERS declares it."""
+    """The struct of this name, as declared in one of HEADERS."""
     return read_record(HERE / _declared(rf"struct ({name})\s*\{{")[name], name)
 
 
 def taken_by(name: str) -> type[Record]:
-    """The record that this kernel takes, as its declaration says."""
+    """The record type of this kernel's arguments, from its declaration."""
     (kind,) = _declared(rf"\bredline_{name}\(const (\w+)&")
     return record(kind)
 
@@ -160,9 +160,9 @@ def taken_by(name: str) -> type[Record]:
 def function(name: str) -> Callable[..., None]:
     """A kernel of the library. A call takes the fields of its record, by keyword.
 
-    A record is made where something has to be refused, and for fields that hold records and arrays or come in another
-    order. All else is packed as it comes: between two calls Python finds the caches full of weights, and then whatever
-    it touches costs a tenth of a microsecond.
+    A ctypes record is made only if an argument is invalid, or if fields contain records and arrays or are given in
+    another order. Otherwise the fields are packed directly: after a native call Python's data is no longer in the CPU
+    caches, so every object touched costs a tenth of a microsecond.
     """
     symbol, kind = f"redline_{name}", taken_by(name)
     names = tuple(field for field, *_ in kind._fields_)
@@ -190,7 +190,7 @@ def function(name: str) -> Callable[..., None]:
                 try:
                     packed = pack(*plain)
                 except (TypeError, OverflowError, struct.error) as error:
-                    kind(**fields)  # says which field, where it is no number
+                    kind(**fields)  # raises the error that names the field, if one is not a number
                     raise TypeError(f"{kind.__name__}: {error}") from None
                 kernel(packed)
                 return
@@ -200,18 +200,18 @@ def function(name: str) -> Callable[..., None]:
 
 
 def layouts() -> str:
-    """C++ that compiles where every record lies in memory as Python has it, and nowhere else."""
+    """C++ that compiles only if every record has the memory layout that Python computed."""
     checks = [layout_check(record(name)) for name in _declared(r"struct (\w+)\s*\{")]
     return "".join([*(f'#include "{header}"\n' for header in HEADERS), *checks])
 
 
 def _declared(pattern: str) -> dict[str, str]:
-    """What the pattern finds in HEADERS, and in which."""
+    """Matches of the pattern in HEADERS, each with its header."""
     return {name: header for header in HEADERS for name in re.findall(pattern, (HERE / header).read_text())}
 
 
 def _load(compiler: str, path: Path) -> ctypes.CDLL:
-    """One that cannot be loaded is made anew."""
+    """Loads the library; one that cannot be loaded is built again."""
     try:
         return ctypes.CDLL(str(path))
     except OSError:
@@ -224,7 +224,7 @@ def _load(compiler: str, path: Path) -> ctypes.CDLL:
 
 
 def must_build() -> bool:
-    """Whether the first call of `library` would build, which takes a while: callers say so.
+    """Whether the first call of `library` would build, which takes a while; callers then print a message.
 
     Raises ConfigError as `instruction_set` does.
     """
@@ -232,18 +232,18 @@ def must_build() -> bool:
     try:
         return compiler is not None and not (cache_folder() / f"kernels-{_key(compiler)}.so").exists()
     except OSError:
-        return False  # and `library` says why
+        return False  # `library` then reports the reason
 
 
 def find_compiler() -> str | None:
-    """The path of $CXX, or else of the first of g++, clang++ and c++ that there is."""
+    """The path of $CXX, else of the first available of g++, clang++ and c++."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next(filter(None, map(shutil.which, names)), None)
 
 
 def cache_folder() -> Path:
-    """The user's cache, XDG_CACHE_HOME or ~/.cache; where that cannot be written, a temporary folder of the user's own.
-    Raises OSError where there is neither."""
+    """The user's cache, XDG_CACHE_HOME or ~/.cache; if it is not writable, a temporary folder owned by the user.
+    Raises OSError if there is neither."""
     try:
         own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
         if _writable(own):
@@ -259,7 +259,7 @@ def cache_folder() -> Path:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in it, or it can be made."""
+    """Whether files can be created in the folder, or the folder can be created."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -267,7 +267,7 @@ def _writable(folder: Path) -> bool:
 
 
 def with_includes(source: Path, *folders: Path) -> Iterator[Path]:
-    """The file, and those of ours that it includes, itself or through others, from beside it or from `folders`."""
+    """The file and our headers that it includes, directly or indirectly, from its own folder or from `folders`."""
     yield source
     for name in re.findall(r'^\s*#\s*include "([^"]+)"', source.read_text(), re.MULTILINE):
         places = [folder / name for folder in (source.parent, *folders)]
@@ -275,14 +275,14 @@ def with_includes(source: Path, *folders: Path) -> Iterator[Path]:
 
 
 def flags() -> tuple[str, ...]:
-    """Of the compiler. Raises ConfigError as `instruction_set` does."""
+    """The compiler flags. Raises ConfigError as `instruction_set` does."""
     named = instruction_set()
     instead = ("-march=native",) if named is None else (*INSTRUCTION_SETS[named].flags, "-mtune=native")
     return tuple(one for flag in FLAGS for one in (instead if flag == "-march=native" else (flag,)))
 
 
 def _key(compiler: str, sources: tuple[str, ...] = SOURCES) -> str:
-    """A hash of the sources, the records as Python has them, the flags, the compiler and the chip."""
+    """A hash of the sources, the record layouts in Python, the flags, the compiler and the chip."""
     return _digest(compiler, sources, flags())
 
 
@@ -309,7 +309,7 @@ def _version(compiler: str) -> bytes:
 
 
 def _chip() -> str:
-    """What -march=native and -mtune=native depend on."""
+    """The CPU properties that -march=native and -mtune=native depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -323,9 +323,9 @@ def _objects(compiler: str, folder: Path) -> list[Path]:
 
 
 def _build(compiler: str, path: Path) -> str | None:
-    """Compiles, in parallel, the sources that have changed, and links; None, or the first line of what went wrong.
+    """Compiles changed sources in parallel, and links. Returns None, or the first line of the error.
 
-    Before that the records' layouts are compiled, which takes a moment and makes nothing."""
+    The check of the record layouts is compiled first; it takes a moment and has no output."""
     path.parent.mkdir(parents=True, exist_ok=True)
     objects = _objects(compiler, path.parent)
     compiled_with = [*(flag for flag in flags() if flag != "-shared"), f"-I{HERE}"]
@@ -343,7 +343,7 @@ def _build(compiler: str, path: Path) -> str | None:
         failed = [message for message, code in outputs if code != 0]
         if failed:
             return _first_error(failed[0])
-        for _, kept in jobs:  # two processes that build at once end with the same files
+        for _, kept in jobs:  # two processes that build at the same time produce the same files
             os.replace(f"{folder}/{kept.name}", kept)
         library_path = f"{folder}/kernels.so"
         link = subprocess.run(
@@ -351,7 +351,7 @@ def _build(compiler: str, path: Path) -> str | None:
         )
         if link.returncode != 0:
             return _first_error(link.stderr)
-        # On the disk before it has its name: half a library, left by a machine that went down, ends who loads it.
+        # Sync before renaming: a partial library left by a power failure would crash the process that loads it.
         with open(library_path, "rb") as file:
             os.fsync(file.fileno())
         os.replace(library_path, path)
@@ -359,6 +359,6 @@ def _build(compiler: str, path: Path) -> str | None:
 
 
 def _first_error(message: bytes) -> str:
-    """The line of a compiler's output that calls itself an error, else the first."""
+    """The first line of a compiler's output that contains an error, else the first line."""
     lines = message.decode(errors="replace").strip().splitlines() or ["no message"]
     return next((line for line in lines if "error:" in line), lines[0])

@@ -1,6 +1,6 @@
-"""Weights as the ops take them: a handle that a kernel reads as panels and a reference reads as plain matrices.
+"""Weights for the ops: handles that kernels read as panels and references read as plain matrices.
 
-`prepare` makes the panels once, at load; the plain tensor is then gone, and `dense()` rebuilds it exactly.
+`prepare` makes the panels once, at load; the plain tensor is not kept, and `dense()` rebuilds it exactly.
 N outputs, K inputs, E experts.
 """
 
@@ -17,8 +17,8 @@ from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, Plain
 
 A = TypeVar("A", bound=tuple[Any, ...])
 
-PANEL = 32  # outputs side by side; core/gemm.h says why
-STEP = 32  # inputs: every product over panels has a multiple of them
+PANEL = 32  # outputs stored together; the reason is in core/gemm.h
+STEP = 32  # K of every product over panels is a multiple of this
 
 _lay_side_by_side = native.function("side_by_side")
 _pack_codes = native.function("pack_codes")
@@ -37,7 +37,7 @@ class Matrix:
 
     @staticmethod
     def prepare(weight: Tensor) -> "Matrix":
-        """weight bf16 [..., N, K]. Panels, in new memory, on a CPU with kernels where K is a multiple of 32; else the
+        """weight bf16 [..., N, K]. On a CPU with kernels, if K is a multiple of 32: panels in new memory; else the
         weight itself."""
         n, k = weight.shape[-2:]
         if weight.is_cuda or native.library() is None or k % STEP:
@@ -49,25 +49,25 @@ class Matrix:
         return Matrix(data, n, panels=True)
 
     def dense(self) -> Tensor:
-        """[..., N, K] bf16: the weight that was given, bit for bit."""
+        """[..., N, K] bf16: the original weight, bit for bit."""
         if not self.panels:
             return self.data
         return self.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : self.outputs, :]
 
     def matrix(self, expert: int) -> Tensor:
-        """[N, K] bf16 of one expert, where the weight is [E, N, K]."""
+        """[N, K] bf16 of one expert, if the weight is [E, N, K]."""
         return Matrix(self.data[expert], self.outputs, self.panels).dense()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K), the panels' padding left out."""
+        """(..., N, K), without the panels' padding."""
         if self.panels:
             return (*self.data.shape[:-4], self.outputs, 2 * self.data.shape[-3])
         return tuple(self.data.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, the panels' padding counted."""
+        """Bytes of the data, including the panels' padding."""
         return self.data.nbytes
 
 
@@ -93,21 +93,21 @@ class Int4Panels:
 
     @staticmethod
     def empty(e: int, n: int, k: int) -> "Int4Panels":
-        """Unfilled memory for weights [E, N, K], N and K divisible by 32."""
+        """Uninitialised memory for weights [E, N, K], N and K divisible by 32."""
         codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
         return Int4Panels(codes, torch.empty(e, n // PANEL, k // INT4_GROUP, PANEL, dtype=torch.bfloat16))
 
     def put(self, expert: int, first: int, weight: Int4) -> None:
-        """Lays a weight [N, K] out as rows [first, first + N) of one expert, both divisible by 32.
+        """Converts a weight [N, K] to rows [first, first + N) of one expert, both divisible by 32.
 
-        It may be a view of a file: nothing else of that is read, and nothing is copied before.
+        It may be a view of a file: only that part of the file is read, and it is not copied first.
         """
         panels = slice(first // PANEL, (first + weight.shape[-2]) // PANEL)
         _pack(weight.packed.view(torch.uint8), self.codes[expert, panels])
         _side_by_side(weight.scale, self.scales[expert, panels], unit=2)
 
     def int4(self) -> Int4:
-        """The weight that was given, bit for bit."""
+        """The original weight, bit for bit."""
         return Int4(_unpack(self.codes).view(torch.int32), _apart(self.scales))
 
     def matrix(self, expert: int) -> Tensor:
@@ -131,10 +131,10 @@ class Int4Panels:
 class Nvfp4Panels:
     """NVFP4 weights [E, N, K] in panels.
 
-    codes    uint8         [E, N / 32, K / 4, 16, 2, 2]  as of `Int4Panels`
+    codes    uint8         [E, N / 32, K / 4, 16, 2, 2]  as in `Int4Panels`
     scales   float8_e4m3fn [E, N / 32, K / 16, 32]
-    wholes   float32       [E, N / 32]  the scale of the matrix that a panel is of
-    stacked  how many matrices lie above one another
+    wholes   float32       [E, N / 32]  the scale of the panel's matrix
+    stacked  number of matrices stacked along N
     """
 
     codes: Tensor
@@ -156,7 +156,7 @@ class Nvfp4Panels:
         return Nvfp4Panels(codes, scales, wholes.contiguous(), stacked)
 
     def nvfp4(self) -> Nvfp4:
-        """The weight that was given, bit for bit."""
+        """The original weight, bit for bit."""
         scale = self.wholes[:, :: self.wholes.shape[1] // self.stacked].contiguous()
         return Nvfp4(_unpack(self.codes), _apart(self.scales), scale)
 
@@ -178,20 +178,20 @@ class Nvfp4Panels:
 
 
 def _pack(rows: Tensor, codes: Tensor) -> None:
-    """uint8 [N, K / 2] -> codes in panels. A byte holds the code of an even input and, above it, of the odd one."""
+    """uint8 [N, K / 2] -> codes in panels. The low half of a byte is the code of an even input."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     _pack_codes(rows=rows.data_ptr(), ld=rows.stride(0), codes=codes, N=rows.shape[0], K=2 * rows.shape[1])
 
 
 def _unpack(codes: Tensor) -> Tensor:
-    """What `_pack` was given."""
+    """The inverse of `_pack`."""
     u = torch.stack([codes & 15, codes >> 4], dim=2)  # [E, panel, half, K / 4, output, i, q]
     even, odd = u.permute(0, 1, 2, 4, 3, 6, 5).flatten(4).flatten(1, 3).unflatten(-1, (-1, 2)).unbind(-1)
     return even | odd << 4
 
 
 def _side_by_side(rows: Tensor, panels: Tensor, unit: int) -> None:
-    """[N, columns] -> [ceil(N / 32), columns, 32], where `unit` bytes of a row stay together."""
+    """[N, columns] -> [ceil(N / 32), columns, 32], keeping each `unit` bytes of a row together."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     size = rows.element_size()
     _lay_side_by_side(
@@ -213,7 +213,7 @@ Experts = Matrix | Int4 | Int4Panels | Nvfp4 | Nvfp4Panels  # one projection of 
 
 
 def prepare_experts(weight: Tensor | Int4 | Nvfp4) -> Experts:
-    """weight [E, N, K], bf16 or of 4 bits -> panels on a CPU with kernels (4 bits: of whole panels), else as it is."""
+    """weight [E, N, K], bf16 or 4-bit -> panels on a CPU with kernels (4-bit: only whole panels), else unchanged."""
     match weight:
         case Tensor():
             return Matrix.prepare(weight)
@@ -230,7 +230,7 @@ def _is_read_by_kernels(part: Tensor) -> bool:
 
 
 def stack_experts(weights: Iterable[Tensor | Int4 | Nvfp4], count: int) -> Experts:
-    """`prepare_experts` of `count` weights [N, K] that come one by one: beside the result it holds only one of them."""
+    """`prepare_experts` of `count` weights [N, K] from an iterator; only one is in memory besides the result."""
     stack = Stack(count)
     for index, weight in enumerate(weights):
         stack.put(index, [weight])
@@ -238,15 +238,15 @@ def stack_experts(weights: Iterable[Tensor | Int4 | Nvfp4], count: int) -> Exper
 
 
 class Stack:
-    """`prepare_experts` of so many weights, each of which comes in parts that lie above one another: [N, K] in all."""
+    """`prepare_experts` of `count` weights, each given as parts to stack along N: [N, K] in total."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._whole: Experts | None = None
 
     def put(self, index: int, parts: Sequence[Tensor | Int4 | Nvfp4]) -> None:
-        """The parts of one weight, all of the same kind. INT4 goes to its panels from where it is; of anything else one
-        weight is held beside the result."""
+        """Adds one weight, as parts of the same kind. INT4 parts are written directly to the panels; of any other kind
+        one weight is in memory in addition to the result."""
         int4 = [part for part in parts if isinstance(part, Int4)]
         if int4 and all(part.shape[-2] % PANEL == 0 and _is_read_by_kernels(part.packed) for part in int4):
             rows = sum(part.shape[-2] for part in int4)
@@ -266,13 +266,13 @@ class Stack:
 
     @property
     def whole(self) -> Experts:
-        """The result, once all have come."""
+        """The result, once all weights have been put."""
         assert self._whole is not None, "a layer has at least one expert"
         return self._whole
 
 
 def above_one_another(parts: Sequence[Tensor | Int4 | Nvfp4]) -> Tensor | Int4 | Nvfp4:
-    """Weights [N, K] of one kind, stacked along N; one alone as it is."""
+    """Weights [N, K] of one kind, stacked along N; a single one is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
     match parts[0]:
@@ -317,7 +317,7 @@ def _parts(experts: Experts) -> tuple[Tensor, ...]:
 
 
 def _room(one: Experts, count: int) -> Experts:
-    """Unfilled memory for `count` experts like this one."""
+    """Uninitialised memory for `count` experts like this one."""
 
     def room(part: Tensor) -> Tensor:
         return part.new_empty(count, *part.shape[1:])
@@ -336,12 +336,12 @@ def _room(one: Experts, count: int) -> Experts:
 
 
 def laid_out(args: A) -> A:
-    """An op's record with every plain weight in panels, those within records too."""
+    """An op's record with every plain weight converted to panels, including weights in nested records."""
     return type(args)(*map(panels_of, args))
 
 
 def panels_of(value: Any) -> Any:
-    """A weight in panels; a record with every weight of its fields in panels; anything else as it is."""
+    """A weight in panels; a record with every weight of its fields in panels; anything else unchanged."""
     match value:
         case Plain(data):
             return Matrix.prepare(data)

@@ -1,4 +1,4 @@
-"""The ranks of one model on a CPU: processes, or threads of one, that add up partial sums in memory that they share.
+"""Tensor parallel ranks on a CPU: processes, or threads of one process, that all-reduce through shared memory.
 
 T tokens, D hidden, R rows, V vocabulary.
 """
@@ -16,21 +16,21 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
 from redline.kernels.group import START_S
 
-_APART = 64  # bytes between the ranks' epochs
-_ROOM = 1 << 18  # floats of a rank in a room: larger tensors are added up piece by piece
-_LOOK_S = 0.1  # of a wait, between two looks at whether a rank is known to be lost, and for signals
+_APART = 64  # bytes between the ranks' epoch counters
+_ROOM = 1 << 18  # floats per rank in the shared buffer: larger tensors are reduced in pieces
+_LOOK_S = 0.1  # seconds of a wait between checks for lost ranks and for signals
 _meet = native.function("meet")
 
 
 class SharedMemoryGroup:
-    """A `Group` over a file of shared memory. Every rank has its own object, which one thread at a time may use.
+    """A `Group` over a file of shared memory. Every rank has its own object, used by one thread at a time.
 
-    seconds: that a rank may keep this one waiting in one call. Whoever has waited in vain, or was interrupted, has left
-    the group: each later call raises RankLost too, since its words would be taken for those of another sum.
+    seconds: timeout of one call while waiting for another rank. After a timeout or an interrupt this rank has left the
+    group: its later calls raise RankLost too, since its data would be mistaken for those of another all-reduce.
     """
 
     def __init__(self, path: Path | str, rank: int, ranks: int, seconds: float = START_S) -> None:
-        """path: a file of `create`, for the same number of ranks. Rank 0 takes the name away once all have met."""
+        """path: a file made by `create`, for the same number of ranks. Rank 0 unlinks it once all have joined."""
         self.rank, self.ranks = rank, ranks
         self.seconds = seconds
         with Path(path).open("r+b") as file:
@@ -45,14 +45,14 @@ class SharedMemoryGroup:
 
     @staticmethod
     def create(path: Path | str, ranks: int) -> None:
-        """Makes the file, which only this user may read.
+        """Creates the file, readable only by this user.
 
-        Raises FileExistsError where there is one, and ConfigError where there is no room for it.
+        Raises FileExistsError if it exists, and ConfigError if there is not enough space.
         """
         file = os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "wb")
         try:
             with file:
-                file.write(bytes(_bytes(ranks)))  # taken now: who writes to a mapped page that has no room is killed
+                file.write(bytes(_bytes(ranks)))  # allocates the space: a write to a mapped page without any is fatal
         except OSError as error:
             Path(path).unlink()
             size = f"{_bytes(ranks) / 1e6:.0f} MB"
@@ -68,17 +68,17 @@ class SharedMemoryGroup:
         return whole.view(partial.shape)
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add`, and ends it: a CPU has nothing else to do meanwhile."""
+        """As `Group.begin_add`, but blocking: a CPU has nothing to overlap with it."""
         whole = self.add(partial)
         return lambda: whole
 
     def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add_rows`, and ends it: float32, in new memory."""
+        """As `Group.begin_add_rows`, but blocking: float32, in new memory."""
         own = self.add(partial).chunk(self.ranks)[self.rank]
         return lambda: own
 
     def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_gather_rows`, and ends it: by way of float32."""
+        """As `Group.begin_gather_rows`, but blocking, and through float32."""
         whole.copy_(self.gather(own).unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
         return lambda: whole
 
@@ -93,18 +93,18 @@ class SharedMemoryGroup:
         return whole
 
     def check(self) -> None:
-        """The call that waited has raised already, and the next one would."""
+        """Does nothing: a call that timed out has already raised, and later calls raise too."""
 
     def allow(self, seconds: float) -> None:
         """As `Group.allow`."""
         self.seconds = seconds
 
     def lose(self, reason: str) -> None:
-        """As `Group.lose`: within a tenth of a second."""
+        """As `Group.lose`; takes effect within 0.1 s."""
         self._lost = reason
 
     def close(self) -> None:
-        """Lets the memory go."""
+        """Unmaps the memory."""
         self._unlink()
         del self._floats
         self._memory.close()
@@ -115,7 +115,7 @@ class SharedMemoryGroup:
         self._calls += 1
         missing: int | None = None
         try:
-            # Slices are counted, not a clock read: where all were stopped for a while, nobody is late.
+            # Counts time slices instead of reading a clock: if all processes were suspended, no rank is late.
             for _ in range(max(1, ceil(self.seconds / _LOOK_S))):
                 missing = self._meet(part, whole, width, min(self.seconds, _LOOK_S))
                 if missing is None:
@@ -132,13 +132,13 @@ class SharedMemoryGroup:
         raise RankLost(self._lost)
 
     def _unlink(self) -> None:
-        """Takes the file's name away, so that it ends with the last of those that have it mapped."""
+        """Unlinks the file, so that it is freed when the last process unmaps it."""
         if self._name is not None:
             self._name.unlink(missing_ok=True)
             self._name = None
 
     def _meet(self, part: Tensor, whole: Tensor, width: int, seconds: float) -> int | None:
-        """The rank that did not come in time. It may be called again: the others then find the same words once more."""
+        """Returns the rank that did not arrive in time, or None. Can be retried: the other ranks see the same data."""
         _meet(
             epochs=self._epochs,
             rooms=self._rooms,

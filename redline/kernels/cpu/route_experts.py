@@ -35,7 +35,7 @@ def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.RouteExpertsArgs[Weight]) -> bool:
-    """Whether the router lies in panels, which it does where D is a multiple of 32: the C++ reads nothing else."""
+    """Whether the router is in panels, the only layout that the C++ reads; D is then a multiple of 32."""
     return isinstance(args.weight, Matrix) and args.weight.panels
 
 

@@ -11,7 +11,7 @@ _sample = native.function("sample")
 
 
 def run(args: meaning.SampleArgs) -> Tensor:
-    """-> ids int64 [R]. `narrowed` is not read: each row's odds tell whether it is narrowed."""
+    """-> ids int64 [R]. `narrowed` is not used: each row's parameters show whether it is top-k / top-p filtered."""
     logits_RV = args.logits_RV
     rows, vocabulary = logits_RV.shape
     ids = torch.empty(rows, dtype=torch.int64)
@@ -21,7 +21,7 @@ def run(args: meaning.SampleArgs) -> Tensor:
 
 
 def fits(args: meaning.SampleArgs) -> bool:
-    """Whether the logits are float32 and each row is contiguous; rows may lie apart."""
+    """Whether the logits are float32 and each row is contiguous; rows may be strided."""
     return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 

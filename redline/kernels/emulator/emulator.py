@@ -1,7 +1,6 @@
-"""Runs a CUDA kernel's source on the CPU, for tests: the system's compiler, and `emulate.h`.
+"""Runs a CUDA kernel's source on the CPU, for tests, with the system's C++ compiler and `emulate.h`.
 
-The wheel does not have it, and nothing that is shipped imports it: a test gives it the launches, inside
-`emulation()`.
+It is not part of the wheel, and no shipped module imports it: a test routes launches to it inside `emulation()`.
 """
 
 import contextlib
@@ -22,16 +21,16 @@ from redline.kernels.hopper.kernel import launched_by
 from redline.kernels.record import Record, layout_check
 
 HERE = Path(__file__).parent
-INCLUDED = HERE, HERE.parent / "hopper" / "blocks"  # where a source's headers lie
-COMMON = ("emulate.cpp", "emulate_products.cpp")  # compiled once, and linked to every kernel
+INCLUDED = HERE, HERE.parent / "hopper" / "blocks"  # include folders of the sources
+COMMON = ("emulate.cpp", "emulate_products.cpp")  # compiled once, and linked with every kernel
 FLAGS = ("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-DREDLINE_EMULATE", "-ffp-contract=off")
 
 _seeds = itertools.count(1)
-_one_at_a_time = threading.Lock()  # a library has room for one block
+_one_at_a_time = threading.Lock()  # a library can emulate one block at a time
 
 
 def emulation() -> AbstractContextManager[None]:
-    """Inside, launches of this thread run on the CPU, thousands of times slower than on a GPU: for tests."""
+    """Context manager: launches of this thread run on the CPU, thousands of times slower than on a GPU; for tests."""
     return launched_by(run)
 
 
@@ -44,9 +43,9 @@ def run(
     threads: int,
     shared: int,
 ) -> None:
-    """Runs the whole grid, block by block, with another order of threads and copies each time.
+    """Runs the whole grid, block by block, with a different order of threads and copies each time.
 
-    Takes what a `hopper.kernel.Launch` takes. Raises RuntimeError with what the kernel did wrong, and where there is no
+    Takes the arguments of a `hopper.kernel.Launch`. Raises RuntimeError with the kernel's fault, and if there is no
     compiler or the source does not compile.
     """
     message = ctypes.create_string_buffer(400)
@@ -60,7 +59,7 @@ def run(
 
 @functools.cache
 def _library(source: Path, options: tuple[str, ...], args: type[Record]) -> ctypes.CDLL:
-    """The library of a kernel that takes `args`. Raises RuntimeError where its source lays them out otherwise."""
+    """The library of a kernel that takes `args`. Raises RuntimeError if its source has another layout for them."""
     return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common(), layout_check(args))))
 
 
@@ -70,9 +69,9 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = (), behind: str = "") -> Path:
-    """The path of the compiled source, made once for its content and what it is linked to.
+    """The path of the compiled source, cached by its content and its linked files.
 
-    behind: C++ that follows the source.
+    behind: C++ that is appended to the source.
     """
     compiler = native.find_compiler()
     if compiler is None:
@@ -101,8 +100,10 @@ def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence
 
 @contextlib.contextmanager
 def _others_wait(lock: Path) -> Generator[None]:
-    """Processes that want the same program wait for one that compiles it: ranks come to each kernel together."""
+    """Context manager: other processes that need the same program wait for this one to compile it.
+
+    Ranks reach each kernel at the same time."""
     with open(lock, "w", encoding="utf-8") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
-    lock.unlink(missing_ok=True)  # what was waited for is there, so it is no matter who else still has this file
+    lock.unlink(missing_ok=True)  # the program exists now, so other holders of this lock file do not matter

@@ -1,12 +1,12 @@
-"""One block on a GPU: the arithmetic of a block, in the launches that the chip wants.        T tokens, D hidden.
+"""One block on a GPU: the block's arithmetic as kernel launches.        T tokens, D hidden.
 
-`decode_block`: up to 256 tokens that decode, or 64 over several ranks. Nine launches up to 8 tokens, each streaming
-its weights once; norms are folded into the products, and a launch begins to fetch its weights before the one in front
-of it has ended. From 9 tokens on it is twelve: the experts' second half writes each pair's row, which are then added
-up; over several ranks it is ten up to 32 tokens. A dense layer is eight at any size. Ranks that divide long contexts
-launch two more.
-`prefill_block`: prompts, and more rows. Products by Triton up to 512 tokens and by the library beyond; expanded
-attention for chunks of prompts, absorbed attention for tokens that decode among them.
+`decode_block`: up to 256 decode tokens, or 64 with tensor parallelism. Nine launches up to 8 tokens, each streaming its
+weights once. Norms are folded into the matmuls, and a launch begins to fetch its weights before the preceding one has
+ended. From 9 tokens on there are twelve launches: the experts' second half writes one row per (expert, token) pair, and
+the rows are then summed; over several ranks there are ten up to 32 tokens. A dense layer is eight launches at any size.
+Context parallelism (ranks that divide long contexts) adds two launches.
+`prefill_block`: prompts, and larger batches. Matmuls run in Triton up to 512 tokens and in cuBLAS beyond. Attention is
+expanded for chunks of prompts, and absorbed for decode tokens in the same step.
 """
 
 from collections.abc import Sequence
@@ -40,35 +40,35 @@ from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.stream import Part, PromptStream
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks
 from redline.kernels.inputs import Inputs
 from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
 
-MOST_DECODED = 256  # tokens of a decode step of one rank
-SUMMED = 32  # tokens up to which the experts' second half may add up the pairs of each token in shared memory
-FEW = 8  # tokens up to which it does on one rank: docs/log.md, 2026-11-28
-LISTED = 256  # tokens up to which experts stream their weights once for eight pairs; more run grouped by expert
+MOST_DECODED = 256  # maximum tokens of a decode step of one rank
+SUMMED = 32  # maximum tokens for which the experts' second half may sum the pairs of a token in shared memory
+FEW = 8  # maximum tokens for which it does so on one rank: docs/log.md, 2026-11-28
+LISTED = 256  # maximum tokens for which experts stream their weights once per eight pairs; more run as grouped GEMM
 
 
 @dataclass(frozen=True)
 class GpuMoe:
-    """The routed experts of a layer, as `experts_up`, `experts_down` and `grouped_experts` read them."""
+    """The routed experts of a layer, in the layouts of `experts_up`, `experts_down` and `grouped_experts`."""
 
-    bias_E: Tensor  # float32: counts for the choice, not for the weights
+    bias_E: Tensor  # float32: added for the choice, not to the weights
     up: Records  # [E, 2 I, D], gate first
     down: Records  # [E, D, I]
-    chosen: int  # experts of a token
+    chosen: int  # number of experts per token
     normalise: bool  # whether a token's weights are divided by their sum
-    scale: float  # what they are multiplied by then
-    notes: Tensor  # as `RouterChoice`'s
+    scale: float  # factor of the weights after normalisation
+    notes: Tensor  # as in `RouterChoice`
 
     def choice(self, forced_TK: Tensor | None) -> RouterChoice:
-        """How `gates` chooses this layer's experts. forced_TK int32 [T, K]: the experts to take instead."""
+        """How `gates` chooses this layer's experts. forced_TK int32 [T, K]: experts to use instead."""
         return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.notes, forced_TK)
 
     def lists(self, tokens: int) -> bool:
-        """Whether the pairs of so many tokens are listed for `experts_up` and `pairs_down`."""
+        """Whether the pairs of `tokens` tokens are listed for `experts_up` and `pairs_down`."""
         few = tokens <= LISTED and tokens * self.chosen <= MOST_PAIRS and self.up.experts <= MOST_EXPERTS
         return few and self.chosen <= min(32, self.up.experts) and reads(self.down.form)
 
@@ -87,7 +87,7 @@ class GpuMla:
 
     @property
     def heads(self) -> int:
-        """H: how many query heads there are."""
+        """H: the number of query heads."""
         return self.w_uk.shape[0]
 
     @property
@@ -103,23 +103,23 @@ class GpuMla:
 
 @dataclass(frozen=True)
 class GpuBlock:
-    """One layer's weights in the layouts of the GPU's kernels, and the numbers of its formulas that are no weights."""
+    """One layer's weights in the layouts of the GPU kernels, and its scalar parameters."""
 
     attention_norm: Tensor  # float32 [D]
     attention: GpuMla
     o_proj: Tiled  # [D, H V]
     mlp_norm: Tensor  # float32 [D]
     gates: Tiled  # `gates.gates_weight`: the router, then gate and up of the shared expert or of the dense MLP
-    width: int  # of the shared expert's hidden row, or of the dense MLP's
-    down: Tiled | Slabs  # of the dense MLP, or of the shared expert as `experts_down` reads it
+    width: int  # of the hidden row of the shared expert or of the dense MLP
+    down: Tiled | Slabs  # of the dense MLP, or of the shared expert in the layout of `experts_down`
     experts: GpuMoe | None  # None: a dense layer
-    eps: float  # of the two norms
-    softmax_scale: float  # what attention's scores are multiplied by
+    eps: float  # of both norms
+    softmax_scale: float  # factor of the attention scores
 
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """What goes from block to block. x is the residual times the next norm's weights, not yet divided by its rms."""
+    """The state between blocks. x is the residual times the next norm's weights, not yet divided by its rms."""
 
     residual_TD: Tensor  # float32 [T, D]
     x_TK: Tensor  # bf16 [T, D padded to 128 with zeros]
@@ -133,13 +133,13 @@ def decode_block(
     plane: Tensor,
     next_norm: Tensor,
     forced_TK: Tensor | None,
-    links: Links | None = None,
+    links: RankLinks | None = None,
 ) -> ResidualStream:
-    """One block of a step whose tokens are all queries, in order; at most MOST_DECODED of them.
+    """One block of a decode-only step: all tokens are queries, in order; at most MOST_DECODED of them.
 
-    plane [pages, 64, R + P]: read, and written at rows_T. next_norm float32 [D]: the norm's of the next block, or the
-    model's last. forced_TK int32 [T, K]: the experts to take instead of choosing. links: to the other ranks, each of
-    which has a part of the block; None: there are none.
+    plane [pages, 64, R + P]: read, and written at rows_T. next_norm float32 [D]: the norm weight of the next block, or
+    the model's last norm. forced_TK int32 [T, K]: experts to use instead of choosing. links: to the other tensor
+    parallel ranks; None: one rank.
     """
     attention = w.attention
     q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps, links)
@@ -171,16 +171,16 @@ def decode_block(
 def prefill_block(
     stream: PromptStream, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
 ) -> PromptStream:
-    """One block of any step; the stream's group are the ranks of which each has a part of the block.
+    """One block of any step; the stream's group are the tensor parallel ranks that share the block.
 
     stream: its residual is changed in place, and it must not be used afterwards. plane [pages, 64, R + P]: read, and
-    written at rows_T. forced_TK int32 [T, K]: the experts to take instead of choosing.
+    written at rows_T. forced_TK int32 [T, K]: experts to use instead of choosing.
     """
     return _mlp(_attention(stream, w, inputs, plane), w, forced_TK)
 
 
 def _attention(stream: PromptStream, w: GpuBlock, inputs: Inputs, plane: Tensor) -> PromptStream:
-    """The attention of `prefill_block`, whose sums are on their way then."""
+    """The attention of `prefill_block`; on return its all-reduce is in flight."""
     attention, tokens = w.attention, stream.tokens
     heads, value = attention.heads, attention.w_uv.shape[1]
     into_a, into_q = products(attention.w_a, torch.float32), products(attention.w_q, torch.bfloat16)
@@ -203,7 +203,7 @@ def _attention(stream: PromptStream, w: GpuBlock, inputs: Inputs, plane: Tensor)
 
 
 def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptStream:
-    """The MLP of `prefill_block`, likewise. stream: attention's sums are on their way."""
+    """The MLP of `prefill_block`; on return its all-reduce is in flight, as attention's is at the beginning."""
     e = w.experts
     count = 0 if e is None else e.bias_E.shape[0]
     gated = products(w.gates, torch.float32)
@@ -220,7 +220,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         down = products(w.down, torch.bfloat16)
         return stream.adding(lambda part: down(part.of(h)))
     assert isinstance(w.down, Slabs)
-    from redline.kernels.hopper.triton.linear import laid_out  # Triton is imported where it is used
+    from redline.kernels.hopper.triton.linear import laid_out  # Triton is imported only on use
 
     logits_TE = _joined(logits).contiguous()
     choosing = logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK
@@ -247,7 +247,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         own = part.of(h)[:, : w.width] @ shared
         if not stream.divided:
             return own + routed[part.rows]  # float32
-        own[: part.count] += routed[part.rows]  # bf16, as attention's: half as much to send
+        own[: part.count] += routed[part.rows]  # bf16, as for attention: halves the bytes to send
         return own
 
     return stream.adding(partial)
@@ -258,11 +258,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _absorbed(
-    q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor, links: Links | None = None
+    q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor, links: RankLinks | None = None
 ) -> Tensor:
     """Attention of queries over latents. tokens_Q int32 [Q]: their rows of q. -> o bf16 [Q, H V padded to 128].
 
-    links: to the ranks that may read a part of every context each.
+    links: to the ranks that may divide every context among themselves.
     """
     longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
     q = absorb(q_THX, w.attention.w_uk)

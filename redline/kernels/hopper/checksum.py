@@ -1,4 +1,4 @@
-"""`checksum` and `checksums` on a GPU, by Triton, without waiting for them."""
+"""`checksum` and `checksums` on a GPU, in Triton, without synchronising with the host."""
 
 from torch import Tensor
 
@@ -14,19 +14,19 @@ def run(args: meaning.ChecksumArgs) -> Tensor:
 
 
 def fits(args: meaning.ChecksumArgs) -> bool:
-    """Whether the bytes are contiguous and begin at a whole word, as an area's do."""
+    """Whether the bytes are contiguous and begin at a word boundary."""
     return args.data_N.is_contiguous() and args.data_N.data_ptr() % 8 == 0
 
 
 def run_rows(args: meaning.ChecksumsArgs) -> Tensor:
-    """The reference's result: int64 [R] on the device, by one launch."""
+    """The reference's result: int64 [R] on the device, in one launch."""
     from redline.kernels.hopper.triton.checksum import checksums
 
     return checksums(args.data_RN, args.seeds)
 
 
 def fits_rows(args: meaning.ChecksumsArgs) -> bool:
-    """Whether the bytes are contiguous, and each row begins and ends at a whole word."""
+    """Whether the bytes are contiguous, and each row begins and ends at a word boundary."""
     data_RN = args.data_RN
     return data_RN.is_contiguous() and data_RN.data_ptr() % 8 == 0 and data_RN.shape[1] % 8 == 0
 

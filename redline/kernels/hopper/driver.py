@@ -1,6 +1,6 @@
-"""NVRTC and the CUDA driver, through ctypes: compile a source, keep the machine code, launch it.
+"""NVRTC and the CUDA driver through ctypes: compile a source, cache the machine code, launch it.
 
-torch brings both libraries and makes the context; nothing here needs CUDA's headers or nvcc.
+torch provides both libraries and creates the context; neither CUDA's headers nor nvcc are needed.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import torch
 from redline.kernels.cpu import native
 
 HERE = Path(__file__).parent
-HOPPER = 9  # major compute capability: wgmma is of these chips alone
-# NVRTC knows __builtin_offsetof from 13.4 on; before that its front end has the same under another name.
+HOPPER = 9  # major compute capability; only these chips have wgmma
+# NVRTC supports __builtin_offsetof from 13.4 on; before that its front end has the same builtin under another name.
 _KNOWS_OFFSETS = (13, 4)
 _OFFSETS = "#define __builtin_offsetof(type, field) __INTADDR__(&((type*)0)->field)\n"
 
@@ -54,7 +54,7 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def why_not() -> str | None:
-    """One line that tells why the kernels cannot run on this machine's GPU; None where they can."""
+    """The reason, in one line, why the kernels cannot run on this machine's GPU; None if they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -69,7 +69,7 @@ def why_not() -> str | None:
 
 
 class Function:
-    """One kernel of one source, on the current device. check: as `machine_code`'s."""
+    """One kernel of one source, on the current device. check: as in `machine_code`."""
 
     def __init__(self, source: Path, name: str, options: Sequence[str], shared: int, check: str) -> None:
         self._source = source
@@ -82,12 +82,12 @@ class Function:
         self._attribute = _Attribute(id=_STREAM_SERIALIZATION, value=1)
 
     def load(self) -> None:
-        """Loads the code, from the cache or compiled anew. Raises CudaError with the compiler's message."""
+        """Loads the code, from the cache or newly compiled. Raises CudaError with the compiler's message."""
         with self._lock:
             if self._handle:
                 return
             code = machine_code(self._source, self._options, self._check)
-            torch.cuda.current_stream()  # makes the context
+            torch.cuda.current_stream()  # creates the context
             module, handle, cuda = ctypes.c_void_p(), ctypes.c_void_p(), _cuda()
             _check(cuda.cuModuleLoadData(ctypes.byref(module), code))
             _check(cuda.cuModuleGetFunction(ctypes.byref(handle), module, self._name.encode()))
@@ -97,9 +97,9 @@ class Function:
     def launch(
         self, arguments: ctypes.Structure, grid: tuple[int, int], threads: int, shared: int, *, overlap: bool
     ) -> None:
-        """Enqueues one launch on torch's current stream, `threads` to a block; the arguments are copied.
+        """Enqueues one launch on torch's current stream, with `threads` threads per block; the arguments are copied.
 
-        overlap: whether it may begin before the kernel in front of it has ended. Raises CudaError.
+        overlap: whether it may begin before the preceding kernel has ended. Raises CudaError.
         """
         if not self._handle:
             self.load()
@@ -111,14 +111,14 @@ class Function:
 
 
 class SharedMemory:
-    """Memory of the current device that other processes' devices read and write through CUDA's IPC.
+    """Memory of the current device that devices of other processes read and write through CUDA IPC.
 
-    address: where this process sees it. handle: what another process opens it with (`open_shared`).
+    address: in this process. handle: argument of `open_shared` in another process.
     """
 
     def __init__(self, size: int) -> None:
-        """Raises CudaError where the device has not so many bytes, or gives no handle."""
-        torch.cuda.current_stream()  # makes the context
+        """Raises CudaError if the device does not have enough memory, or returns no handle."""
+        torch.cuda.current_stream()  # creates the context
         at, handle = ctypes.c_uint64(), _IpcHandle()
         _check(_cuda().cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(size)))
         self.address = at.value
@@ -131,40 +131,40 @@ class SharedMemory:
         self.handle = bytes(handle)
 
     def fill(self, word: int) -> None:
-        """Writes this 32-bit word everywhere, and waits for it."""
+        """Fills the memory with this 32-bit word, and waits for completion."""
         _check(
             _cuda().cuMemsetD32_v2(ctypes.c_uint64(self.address), ctypes.c_uint(word), ctypes.c_size_t(self.size // 4))
         )
         torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Gives it back; whoever has it open must have closed it."""
+        """Frees the memory; all processes that opened it must have closed it."""
         _check(_cuda().cuMemFree_v2(ctypes.c_uint64(self.address)))
 
 
 def open_shared(handle: bytes) -> int:
-    """The address at which this process sees another's `SharedMemory`, from the current device. Raises CudaError."""
-    torch.cuda.current_stream()  # makes the context
+    """This process's address of another process's `SharedMemory`, for the current device. Raises CudaError."""
+    torch.cuda.current_stream()  # creates the context
     at, given = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(handle)
     _check(_cuda().cuIpcOpenMemHandle_v2(ctypes.byref(at), given, ctypes.c_uint(_LAZY_PEER_ACCESS)))
     return at.value
 
 
 def close_shared(address: int) -> None:
-    """Ends what `open_shared` began."""
+    """Unmaps memory opened by `open_shared`."""
     _check(_cuda().cuIpcCloseMemHandle(ctypes.c_uint64(address)))
 
 
 def copy(into: int, source: int, count: int, stream: int) -> None:
-    """Enqueues a copy of so many bytes on a stream; each address is of any memory that the driver knows. Raises
+    """Enqueues a copy of `count` bytes on a stream. Addresses may be of any memory known to the driver. Raises
     CudaError."""
     target, origin = ctypes.c_uint64(into), ctypes.c_uint64(source)
     _check(_cuda().cuMemcpyAsync(target, origin, ctypes.c_size_t(count), ctypes.c_void_p(stream)))
 
 
 def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
-    """A cubin for the current GPU, from the cache if it was made before. check: C++ that is compiled behind the source,
-    of `layout_check`."""
+    """A cubin for the current GPU, from the cache if available. check: C++ that is compiled after the source, from
+    `layout_check`."""
     major, minor = torch.cuda.get_device_capability()
     options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
     headers = {file.name: file.read_bytes() for file in sorted((HERE / "blocks").glob("*.cuh"))}
@@ -181,7 +181,7 @@ def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
 
 
 def _keep(name: str, code: bytes) -> None:
-    """Writes the code into the cache, whole or not at all. Where it cannot, each process compiles its own."""
+    """Writes the code to the cache atomically. If that fails, each process compiles its own."""
     try:
         folder = native.cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _keep(name: str, code: bytes) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        _log.info("%s is not kept: %s", name, error)
+        _log.info("%s is not cached: %s", name, error)
 
 
 def compile_source(text: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]) -> bytes:
@@ -238,7 +238,7 @@ def _cuda() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC from torch's own packages, the system, or CUDA_HOME. Raises OSError where none of them has it."""
+    """NVRTC from torch's own packages, the system, or CUDA_HOME. Raises OSError if none of them has it."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     packages = importlib.util.find_spec("nvidia")

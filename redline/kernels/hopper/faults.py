@@ -1,6 +1,6 @@
-"""Which errors are the device's own.
+"""Which errors are faults of the device.
 
-After one of them nothing on the device can be trusted: CUDA gives the same error to every later call of the process,
+After such an error the device's state is undefined: CUDA returns the same error for every later call of the process,
 and only a new process helps.
 """
 
@@ -8,11 +8,11 @@ import torch
 
 from redline.kernels.hopper.driver import CudaError
 
-_BEGINNINGS = "CUDA error", "Triton Error [CUDA]"  # of what torch's libraries and Triton raise as a plain RuntimeError
+_BEGINNINGS = "CUDA error", "Triton Error [CUDA]"  # prefixes of the plain RuntimeErrors of torch's libraries and Triton
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Whether this error, or one that caused it, is CUDA's. Too little memory is none: the next step may need less."""
+    """Whether this error, or one that caused it, is a CUDA fault. Out of memory is not: the next step may need less."""
     while error is not None:
         if isinstance(error, torch.AcceleratorError | CudaError):
             return True

@@ -1,6 +1,6 @@
-"""The ranks of one model on the GPUs of one host: decode steps through one another's memory, prompts through NCCL.
+"""Tensor parallel ranks on the GPUs of one host: decode steps use peer memory access, prefill uses NCCL.
 
-Whoever opens a group names a file that none of its ranks has used before; the ranks find one another there.
+The creator of a group names a file that no earlier group has used; the ranks rendezvous through it.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.group import START_S
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
-from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, Links, Rooms, new_control
+from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, RankLinks, Rooms, new_control
 
-# torch 2.13 warns of the names that are the only ones until then.
+# torch 2.13 deprecates these names, but older versions have no others.
 _REDUCE_SCATTER, _ALL_GATHER = (
     ("reduce_scatter_single", "all_gather_single")
     if hasattr(dist, "all_gather_single")
     else ("reduce_scatter_tensor", "all_gather_into_tensor")
 )
-CLOSE_S = 10.0  # for all ranks to let go of one another's memory
+CLOSE_S = 10.0  # timeout for all ranks to unmap one another's memory
 
 
 class GpuGroup:
-    """A `Group` over CUDA devices of one host, one process for each. All ranks close theirs at the same time."""
+    """A `Group` over CUDA devices of one host, one process per device. All ranks close theirs at the same time."""
 
     def __init__(self, file: str, rank: int, ranks: int, device: torch.device, rooms: Rooms) -> None:
-        """Meets the other ranks, and opens their inboxes, which have these rooms.
+        """Joins the other ranks, and maps their inboxes, which have the sizes `rooms`.
 
-        Raises ConfigError where a GPU of the host does not let another read its memory, or memory is short.
+        Raises ConfigError if a GPU of the host has no peer access to another, or memory is short.
         """
         self.rank, self.ranks = rank, ranks
         self._lost: str | None = None
@@ -69,28 +69,28 @@ class GpuGroup:
             addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
             turns = torch.zeros(2, dtype=torch.int32, device=device)
             control = new_control(START_S, pinned=True)
-            self.links = Links(rank, ranks, addresses, control, turns, rooms)
+            self.links = RankLinks(rank, ranks, addresses, control, turns, rooms)
             opened.pop_all()
 
     def add(self, partial: Tensor) -> Tensor:
-        """As `Group.add`, through NCCL, whose order of adding is its own: for prompts."""
+        """As `Group.add`, through NCCL, which has its own order of addition: for prefill."""
         return self.begin_add(partial)()
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add`, on NCCL's own stream, which the current one waits for at the end."""
+        """As `Group.begin_add`, on NCCL's stream; the current stream waits for it at the end."""
         return self._begun("all_reduce", partial)
 
     def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add_rows`, likewise."""
+        """As `Group.begin_add_rows`, on NCCL's stream."""
         own = partial.new_empty(partial.shape[0] // self.ranks, *partial.shape[1:])
         return self._begun(_REDUCE_SCATTER, own, partial)
 
     def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_gather_rows`, likewise."""
+        """As `Group.begin_gather_rows`, on NCCL's stream."""
         return self._begun(_ALL_GATHER, whole, own)
 
     def _begun(self, call: str, made: Tensor, *given: Tensor) -> Callable[[], Tensor]:
-        """Begins a call of torch's, and keeps what it is given until its end. -> what ends it, and gives `made`."""
+        """Begins a collective, and keeps its inputs alive until it is finished. -> finishes it and returns `made`."""
         with self._broken_off():
             work = getattr(dist, call)(made, *given, async_op=True)
         kept = [given]
@@ -105,7 +105,7 @@ class GpuGroup:
 
     @contextlib.contextmanager
     def _broken_off(self) -> Generator[None]:
-        """Raises RankLost before a sum, or for one that was broken off, where a rank is lost."""
+        """Raises RankLost if a rank is lost, before a collective or if the collective was aborted for that reason."""
         if self._lost is not None:
             raise RankLost(self._lost)
         try:
@@ -116,24 +116,24 @@ class GpuGroup:
             raise
 
     def gather(self, part_RV: Tensor) -> Tensor:
-        """As `Group.gather`; in pieces where there are more rows than a step has."""
+        """As `Group.gather`; in pieces if there are more rows than a step has."""
         pieces = [gather_ranks(piece, self.links) for piece in part_RV.split(GATHERED_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def allow(self, seconds: float) -> None:
-        """As `Group.allow`, in decode steps; NCCL allows START_S always."""
+        """As `Group.allow`, for decode steps; NCCL's timeout is always START_S."""
         self.links.control[0] = int(seconds * 1e9)
-        if self._lost is not None:  # said meanwhile, by another thread
+        if self._lost is not None:  # set by another thread in between
             self.links.control[0] = 0
 
     def lose(self, reason: str) -> None:
-        """As `Group.lose`: kernels that wait give up when they next look at the clock, and NCCL's are broken off."""
+        """As `Group.lose`: waiting kernels give up when they next check the clock, and NCCL's are aborted."""
         self._lost = reason
         self.links.control[0] = 0
         _abort()
 
     def check(self) -> None:
-        """As `Group.check`: what a kernel computed that has waited in vain is NaN, and so is all that follows."""
+        """As `Group.check`: a kernel whose wait timed out writes NaN, which propagates to all later results."""
         if self._lost is not None:
             raise RankLost(self._lost)
         if lost := int(self.links.control[1]):
@@ -141,17 +141,17 @@ class GpuGroup:
             raise RankLost(f"rank {lost - 1} has kept rank {self.rank} waiting for {seconds:.0f} s")
 
     def close(self) -> None:
-        """Ends the group. Memory is freed once no other rank has it open, or CLOSE_S seconds later; where a rank is
-        lost, nobody is waited for: all others must have ended."""
+        """Ends the group. Memory is freed once no other rank has it mapped, or after CLOSE_S seconds. If a rank is
+        lost, it does not wait: all others must have ended."""
         if self._lost is None and int(self.links.control[1]):
-            self.lose("a rank has not come")  # which `check` has told; NCCL may be waiting for it too
+            self.lose("a rank did not arrive")  # already reported by `check`; NCCL may be waiting for it too
         torch.cuda.synchronize()
         if self._lost is None:
             _leave()
         self._close_peers()
         if self._lost is None:
             self._store.set(f"let go {self.rank}", "1")
-            with contextlib.suppress(RuntimeError):  # one that does not come has nothing open, or soon
+            with contextlib.suppress(RuntimeError):  # a rank that does not arrive has ended, or will soon
                 self._store.wait([f"let go {other}" for other in self._others()], datetime.timedelta(seconds=CLOSE_S))
         self._inbox.free()
 
@@ -169,7 +169,7 @@ def _leave() -> None:
 
 
 def _abort() -> None:
-    """Has NCCL's kernels end where they wait for a rank that will not come."""
+    """Aborts NCCL kernels that wait for a rank that will not arrive."""
     world = dist.group.WORLD
     if world is not None:
         with contextlib.suppress(RuntimeError):

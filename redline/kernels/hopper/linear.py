@@ -1,4 +1,4 @@
-"""`linear` on a GPU: a weight in tiles is streamed for few tokens, and laid out anew for the library for many."""
+"""`linear` on a GPU: tiles are streamed for few tokens; for many the weight is converted for cuBLAS."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops import linear as meaning
 from redline.ops.formats import Weight
 
-STREAMED = 512  # tokens up to which a product streams its tiles; more are the library's
+STREAMED = 512  # maximum tokens for which a matmul streams its tiles; more use cuBLAS
 
 
 def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
@@ -19,20 +19,20 @@ def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
 
 
 def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """-> y [T, N] of that dtype. x bf16 [T, K], or K filled with zeros to the multiple of 128 that the tiles have.
+    """-> y [T, N] of that dtype. x bf16 [T, K], or with K padded with zeros to the tiles' multiple of 128.
 
-    out: y, where there is memory for it; bf16.
+    out: memory for y, optional; bf16.
     """
     if x_TK.shape[0] > STREAMED:
         return products(weight, dtype)(x_TK, out)
-    from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported where it is used
+    from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported only on use
 
     fill = weight.data.shape[-3] * 32 - x_TK.shape[1]
     return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype, out)
 
 
 class Products(Protocol):
-    """`product` with one weight and one dtype."""
+    """`product` with a fixed weight and dtype."""
 
     def __call__(self, x_TK: Tensor, out: Tensor | None = None) -> Tensor:
         """As `product`."""
@@ -40,7 +40,7 @@ class Products(Protocol):
 
 
 def products(weight: Tiled, dtype: torch.dtype) -> Products:
-    """`product` with one weight, of several parts of rows: for the library it is laid out once."""
+    """`product` with one weight, for several parts of rows: the weight is converted for cuBLAS only once."""
     laid: list[Tensor] = []
 
     def one(x_TK: Tensor, out: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def products(weight: Tiled, dtype: torch.dtype) -> Products:
 
 
 def fits(args: meaning.LinearArgs[Weight]) -> bool:
-    """Whether x is bf16 and the weight lies in tiles; any number of tokens."""
+    """Whether x is bf16 and the weight is in tiles; any number of tokens."""
     return isinstance(args.weight, Tiled) and args.x_TK.dtype == torch.bfloat16
 
 

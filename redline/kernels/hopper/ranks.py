@@ -1,8 +1,8 @@
-"""How the kernels of several ranks reach one another's memory: an inbox on each chip, open to all (blocks/ranks.cuh).
+"""Communication of decode kernels between ranks: an inbox in each GPU's memory, mapped by all ranks (blocks/ranks.cuh).
 
-A step's sums are at two sites, in turn: attention's at the first, the experts' at the second. Behind them lie the two
-rooms of `gather_ranks`, those in which ranks that divide contexts exchange queries and what came of them, and a third
-site for the sums of `project_a`: between two of its sums lie both others.
+A step's all-reduces alternate between two sites: attention uses the first, the experts the second. Behind them in the
+inbox are the two buffers of `gather_ranks`, the buffers in which context parallel ranks exchange queries and partial
+results, and a third site for the all-reduce of `project_a`: between two of those both other sites are used.
 """
 
 from dataclasses import dataclass
@@ -13,73 +13,73 @@ from torch import Tensor
 
 from redline.kernels.hopper.layouts.tiled import padded
 
-ATTENTION, EXPERTS = 0, 1  # sites
+ATTENTION, EXPERTS = 0, 1  # sites of all-reduces
 Site = Literal[0, 1]
 Contexts = Literal["auto", "whole", "divided"]
 Projection = Literal["auto", "whole", "divided"]
 Shots = Literal[0, 1, 2]
-UNSENT = 0x80000000  # the word that nobody has sent: minus zero
+UNSENT = 0x80000000  # marks a word that has not been received: minus zero
 MOST_RANKS = 8
-MOST_TOKENS = 64  # of a step whose sums go through inboxes
-TWO_SHOTS = 3, 16  # so many ranks, and tokens, from which sums go in two shots (blocks/ranks.cuh)
-GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
+MOST_TOKENS = 64  # maximum tokens of a step that is all-reduced through inboxes
+TWO_SHOTS = 3, 16  # minimum ranks and tokens for which two-shot all-reduce is used (blocks/ranks.cuh)
+GATHERED_ROWS = 256  # maximum rows of one all-gather of logits; a step of more positions takes two
 
 
 class Rooms(NamedTuple):
-    """Words that a rank has for itself in every other's inbox, each a multiple of 4. See `rooms_of`."""
+    """Words that each rank has for itself in every other rank's inbox, each a multiple of 4. See `rooms_of`."""
 
     sums: int  # at each of the two sites
-    gathered: int  # in each of the two rooms of `gather_ranks`
-    queries: int  # in the room of `gather_queries`
-    latents: int  # in the room of `share_latents`
+    gathered: int  # in each of the two buffers of `gather_ranks`
+    queries: int  # in the buffer of `gather_queries`
+    latents: int  # in the buffer of `share_latents`
     projected: int  # at the site of `project_a`
 
     @property
     def words(self) -> int:
-        """Of all."""
+        """Total number of words per rank."""
         return 2 * (self.sums + self.gathered) + self.queries + self.latents + self.projected
 
 
 @dataclass(frozen=True)
-class Links:
-    """A rank's way to all others."""
+class RankLinks:
+    """A rank's connections to all other ranks."""
 
     rank: int
     ranks: int
-    inboxes: tuple[int, ...]  # the address of each rank's inbox, as this chip sees it
-    control: Tensor  # int64 [2], the host's: nanoseconds that a rank may be waited for; 1 + the rank that did not come
-    turns: Tensor  # int32 [2]: `gather_ranks` counts its launches there
+    inboxes: tuple[int, ...]  # the address of each rank's inbox on this GPU
+    control: Tensor  # int64 [2], in host memory: timeout in nanoseconds; 1 + the rank that did not arrive
+    turns: Tensor  # int32 [2]: launch counters of `gather_ranks`
     rooms: Rooms
-    contexts: Contexts = "auto"  # whether ranks read a part of every context each, or all of it
-    projection: Projection = "auto"  # whether ranks read a part of `project_a`'s weight each, or all of it
-    shots: Shots = 0  # in how many shots words are added up; 0: as many as are faster
+    contexts: Contexts = "auto"  # context parallelism: whether each rank reads a part of every context, or all of it
+    projection: Projection = "auto"  # whether each rank reads a part of `project_a`'s weight, or all of it
+    shots: Shots = 0  # one-shot or two-shot all-reduce; 0: the faster one
 
     def of_sums(self, site: Site) -> dict[str, Any]:
-        """What a kernel's record takes to add up the ranks at this site."""
+        """The fields of a kernel's record for the all-reduce at this site."""
         return {**self._who(), "site": site * self.ranks * self.rooms.sums, "room": self.rooms.sums}
 
     def of_gather(self) -> dict[str, Any]:
-        """What `gather_ranks` takes."""
+        """The record fields of `gather_ranks`."""
         site = 2 * self.ranks * self.rooms.sums
         return {**self._who(), "site": site, "room": self.rooms.gathered, "turns": self.turns}
 
     def of_queries(self) -> dict[str, Any]:
-        """What `gather_queries` takes."""
+        """The record fields of `gather_queries`."""
         return {**self._who(), "site": self._behind, "room": self.rooms.queries, "turns": None}
 
     def of_latents(self) -> dict[str, Any]:
-        """What `share_latents` takes."""
+        """The record fields of `share_latents`."""
         site = self._behind + self.ranks * self.rooms.queries
         return {**self._who(), "site": site, "room": self.rooms.latents}
 
     def of_projected(self) -> dict[str, Any]:
-        """What a kernel's record takes to add up the ranks' parts of `project_a`."""
+        """The fields of a kernel's record for the all-reduce of `project_a`."""
         site = self._behind + self.ranks * (self.rooms.queries + self.rooms.latents)
         return {**self._who(), "site": site, "room": self.rooms.projected}
 
     @property
     def _behind(self) -> int:
-        """The first word behind what every group has."""
+        """Offset, in words, after the two sites and the buffers of `gather_ranks`."""
         return 2 * self.ranks * (self.rooms.sums + self.rooms.gathered)
 
     def _who(self) -> dict[str, Any]:
@@ -92,42 +92,42 @@ def _inboxes(addresses: tuple[int, ...]) -> dict[str, Any]:
 
 @runtime_checkable
 class Linked(Protocol):
-    """A group whose ranks reach one another's memory."""
+    """A group whose ranks have peer access to one another's memory."""
 
     @property
-    def links(self) -> Links:
-        """This rank's."""
+    def links(self) -> RankLinks:
+        """This rank's connections."""
         ...
 
 
 NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 0, "room": 0}
-"""What a kernel's record takes where there is one rank."""
+"""The fields of a kernel's record for one rank."""
 
 
-def sums_of(links: Links | None, site: Site) -> dict[str, Any]:
-    """`Links.of_sums`; of one rank where there are no links."""
+def sums_of(links: RankLinks | None, site: Site) -> dict[str, Any]:
+    """`RankLinks.of_sums`; the fields for one rank if there are no links."""
     return NO_LINKS if links is None else links.of_sums(site)
 
 
-def ranks_of(links: Links | None) -> int:
-    """How many ranks there are."""
+def ranks_of(links: RankLinks | None) -> int:
+    """Number of ranks."""
     return 1 if links is None else links.ranks
 
 
-def shots_of(links: Links | None, tokens: int) -> int:
-    """In how many shots the words of so many tokens are added up: two send fewer, one arrives sooner."""
+def shots_of(links: RankLinks | None, tokens: int) -> int:
+    """1 or 2: one-shot or two-shot all-reduce for `tokens` tokens. Two shots send less, one shot has lower latency."""
     if links is None or links.shots:
         return 1 if links is None else links.shots
     return 2 if links.ranks >= TWO_SHOTS[0] and tokens >= TWO_SHOTS[1] else 1
 
 
 def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int, projected: int) -> Rooms:
-    """What a step of MOST_TOKENS tokens needs.
+    """The sizes for a step of MOST_TOKENS tokens.
 
-    hidden: D, padded to 128. vocabulary: rows of the head that a rank has, a multiple of 4. heads: H of a rank, whose
-    queries are [latent R | rotated P]. projected: outputs of `project_a`, of which 8 tokens are added up at most.
+    hidden: D, padded to 128. vocabulary: rows of the head per rank, a multiple of 4. heads: H per rank, with queries
+    [latent R | rotated P]. projected: outputs of `project_a`, which is all-reduced for at most 8 tokens.
     """
-    queries, latents = heads * (rank + rope) // 2, heads * (rank // 2 + 1)  # a latent's log-sum-exp is a word
+    queries, latents = heads * (rank + rope) // 2, heads * (rank // 2 + 1)  # plus one word per latent: its log-sum-exp
     return Rooms(
         sums=hidden * MOST_TOKENS,
         gathered=GATHERED_ROWS * vocabulary,
@@ -138,7 +138,7 @@ def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int, pro
 
 
 def new_control(seconds: float, *, pinned: bool) -> Tensor:
-    """What `Links.control` begins with. pinned: memory that a GPU writes."""
+    """The initial `RankLinks.control`. pinned: memory that a GPU can write."""
     return (
         torch.tensor([int(seconds * 1e9), 0], dtype=torch.int64).pin_memory()
         if pinned

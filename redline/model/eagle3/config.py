@@ -1,7 +1,7 @@
-"""What an EAGLE-3 drafter is, read from and written to its config.json.
+"""The config of an EAGLE-3 drafter: reading, checking and writing its config.json.
 
-Two bodies: "mla" is `Eagle3DeepseekV2ForCausalLM`, latent attention as in its target; "llama" is
-`LlamaForCausalLMEagle3`. Which engine reads which key, and the traps: docs/drafters.md.
+There are two architectures. "mla" is `Eagle3DeepseekV2ForCausalLM`, with latent attention like its target. "llama" is
+`LlamaForCausalLMEagle3`. Which engine reads which key, and where engines differ: docs/drafters.md.
 """
 
 import itertools
@@ -28,10 +28,10 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def default_layer_ids(layers: int) -> tuple[int, ...]:
-    """What engines capture where no file says it: the states that enter layers 2, L // 2 and L - 3 of L `layers`.
+    """The default layer ids of vLLM and SGLang for a target of L = `layers` layers: the inputs of 2, L // 2 and L - 3.
 
-    A target of fewer than 7 layers has no three such: there the embedding, one in the middle, and what the last layer
-    gives (never a first id of 1: see `_check_ids`).
+    A target of fewer than 7 layers does not have three such ids. For those: the embedding, a middle layer, and the
+    output of the last layer (never a first id of 1: see `_check_ids`).
     """
     if layers >= 7:
         return 2, layers // 2, layers - 3
@@ -42,7 +42,7 @@ def default_layer_ids(layers: int) -> tuple[int, ...]:
 class Eagle3Config:
     """A drafter's geometry, under the names of the published config.json files.
 
-    MLA's sizes are 0 in a Llama body, head_dim is 0 in an MLA body.
+    MLA sizes are 0 in a Llama drafter; head_dim is 0 in an MLA drafter.
     """
 
     architecture: Architecture
@@ -59,13 +59,13 @@ class Eagle3Config:
     v_head_dim: int = 0
     vocab_size: int
     draft_vocab_size: int | None
-    """None: the drafter has no head of its own, the target's is used."""
+    """None: the drafter has no head of its own and uses the target's."""
     rms_norm_eps: float
     rope_theta: float
     yarn: Yarn | None
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Which of the target's states are read, by vLLM's and SGLang's ids: k is the residual stream entering layer k."""
+    """Target layers whose states are read, by vLLM's and SGLang's ids: k is the residual stream that enters layer k."""
     fc_norm: bool
     norm_output: bool
     norm_before_residual: bool = False
@@ -90,12 +90,12 @@ class Eagle3Config:
         fc_norm: bool = True,
         norm_output: bool = True,
     ) -> "Eagle3Config":
-        """A drafter for this target, EAGLE-3.1 with a full head unless told otherwise.
+        """A drafter config for this target; by default EAGLE-3.1 with a full head.
 
-        draft_vocab_size  tokens that its own head knows; -1: all, None: no head of its own
+        draft_vocab_size  number of tokens in the drafter's own head; -1: the whole vocabulary, None: no head of its own
 
-        Other sizes that are None are the target's. A Llama body has plain rope (theta 1e6, as the published ones):
-        engines disagree about YaRN there.
+        Any other size that is None defaults to the target's. A Llama drafter has plain rope (theta 1e6, as in published
+        drafters), since engines disagree about YaRN there.
         """
         heads = num_attention_heads or target.num_attention_heads
         sizes: dict[str, Any]
@@ -138,7 +138,7 @@ class Eagle3Config:
 
     @classmethod
     def from_folder(cls, folder: Path | str, target: K2Config | None = None) -> "Eagle3Config":
-        """Reads `folder/config.json`. CheckpointError where it is missing, broken, or not a drafter that we compute."""
+        """Reads `folder/config.json`. CheckpointError if it is missing, broken, or not a supported drafter."""
         path = Path(folder) / "config.json"
         return cls.from_dict(read_json(path), str(path), target)
 
@@ -146,11 +146,11 @@ class Eagle3Config:
     def from_dict(
         cls, values: Mapping[str, Any], place: str = "config.json", target: K2Config | None = None
     ) -> "Eagle3Config":
-        """Reads a parsed config.json. `place` begins the error messages.
+        """Reads a parsed config.json. `place` is the prefix of error messages.
 
-        target  gives the default layer ids, where the file names none; without it such a file is refused
+        target  supplies the default layer ids if the file has none; without a target such a file is rejected
 
-        CheckpointError where it is not a drafter that we compute.
+        CheckpointError if it is not a supported drafter.
         """
         top = Section(values, place)
         architecture = _architecture(top)
@@ -200,9 +200,9 @@ class Eagle3Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json as every engine reads it (docs/drafters.md); `from_dict` of it gives this config again.
+        """config.json in a form that every engine reads (docs/drafters.md); `from_dict` of it returns an equal config.
 
-        CheckpointError where the layer ids do not increase or begin with 1.
+        CheckpointError if the layer ids are not increasing or begin with 1.
         """
         _check_ids(self.layer_ids, "layer_ids")
         mla = self.architecture == "mla"
@@ -233,14 +233,14 @@ class Eagle3Config:
         }
         if mla:
             values.update(first_k_dense_replace=1, moe_layer_freq=1)
-        # Absent is not null to every reader: SGLang takes the target's head where the key is absent.
+        # A missing key is not the same as null: SGLang uses the target's head only if the key is missing.
         if self.draft_vocab_size is not None:
             values["draft_vocab_size"] = self.draft_vocab_size
         values.update({key: True for key in ("fc_norm", "norm_output", "norm_before_residual") if getattr(self, key)})
         return values
 
     def check(self, target: K2Config, place: str = "drafter") -> None:
-        """CheckpointError, naming the field and why, where this drafter cannot draft for `target`."""
+        """CheckpointError, with the field and the reason, if this drafter cannot draft for `target`."""
         for key, value, wanted in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("target_hidden_size", self.target_hidden_size, target.hidden_size),
@@ -255,11 +255,11 @@ class Eagle3Config:
                 f"{target.num_hidden_layers} (what enters its last norm)"
             )
 
-    # What follows from the geometry.
+    # Sizes derived from the geometry.
 
     @property
     def fused_width(self) -> int:
-        """Values that `fc` reads for a token: the target's states side by side."""
+        """Values per token that `fc` reads: the target's hidden states, concatenated."""
         return len(self.layer_ids) * self.target_hidden_size
 
     @property
@@ -285,15 +285,15 @@ class Eagle3Config:
         return 2 * self.num_key_value_heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of the drafter's plane that one token takes, in pages of this dtype."""
+        """Bytes per token in the drafter's plane, for pages of this dtype."""
         return self.kv_width * dtype.itemsize
 
     @property
     def softmax_scale(self) -> float:
-        """Query width^-0.5 times YaRN's temperature, squared: cos and sin are never scaled themselves.
+        """Query width^-0.5 times the square of YaRN's temperature: cos and sin are never scaled.
 
-        MLA: as K2Config's. Llama: as transformers', whose cos and sin carry mscale over mscale_all_dim; a head is
-        rotated whole there, so its square belongs here.
+        MLA: as in K2Config. Llama: transformers scales cos and sin by mscale / mscale_all_dim there; all values of a
+        head are rotated, so the square of that factor belongs in this scale.
         """
         if self.yarn is None:
             m = 1.0
@@ -322,7 +322,7 @@ def _architecture(top: Section) -> Architecture:
 
 
 def _one_way(top: Section, nested: Section) -> tuple[tuple[Section, str, Any, Any], ...]:
-    """Keys with exactly one supported value, and what their absence means."""
+    """(section, key, supported value, meaning of a missing key) for each key that has exactly one supported value."""
     return (
         (top, "num_hidden_layers", 1, ...),
         (top, "hidden_act", "silu", "silu"),
@@ -339,15 +339,15 @@ def _one_way(top: Section, nested: Section) -> tuple[tuple[Section, str, Any, An
 
 
 def _flag(top: Section, nested: Section, key: str) -> bool:
-    """The flag at the top, which engines read, or else that in eagle_config, where some files have it alone."""
+    """The flag at the top level, which engines read, else the one in eagle_config: some files have it only there."""
     inner = nested.flag(key, default=False)
     return top.flag(key, default=inner)
 
 
 def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[int, ...]:
-    """The layer ids in vLLM's sense.
+    """The layer ids, in vLLM's meaning.
 
-    vLLM reads those at the top as they are. SGLang reads those in eagle_config, and adds 1 to all where the first is 1.
+    vLLM reads the top-level ids unchanged. SGLang reads those in eagle_config and adds 1 to all if the first is 1.
     """
     found = [section.tokens(_LAYER_IDS, section) for section in (top, nested) if section.get(_LAYER_IDS) is not None]
     if len(found) == 2 and found[0] != found[1]:
@@ -366,7 +366,7 @@ def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[
     _check_ids(ids, f"{top.place}: {_LAYER_IDS}")
     count = top.get("num_aux_hidden_states")
     if count is not None and count != len(ids):
-        raise top.refusal("num_aux_hidden_states", f"{len(ids)}, as many as {_LAYER_IDS} names")
+        raise top.refusal("num_aux_hidden_states", f"{len(ids)}, the number of {_LAYER_IDS}")
     return ids
 
 

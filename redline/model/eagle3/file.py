@@ -1,7 +1,7 @@
-"""Reading a drafter's model.safetensors: every tensor proven before any is used.
+"""Reads a drafter's model.safetensors; every tensor is checked before any is used.
 
-Both spellings of the layer (`layers.0.`, `midlayer.`) and of the features' norms load. What the config does not ask for
-is refused, so that nothing is silently left out.
+Both names of the layer (`layers.0.`, `midlayer.`) and of the feature norms are accepted. A tensor that the config does
+not need is an error, so that no weight is silently ignored.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ _SPELLINGS = (
 )
 _DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 _FLOATS = ("BF16", "F16", "F32")
-_COMPUTED = "rotary_emb.inv_freq"  # some files hold what the config says already
+_COMPUTED = "rotary_emb.inv_freq"  # stored in some files; computed from the config here
 _EMBEDDING = "embed_tokens.weight"
 
 
 def stored_tensors(folder: Path | str) -> dict[str, str]:
-    """Our name of each tensor -> its name in the file. CheckpointError where the file is missing or broken."""
+    """Our name of each tensor -> its name in the file. CheckpointError if the file is missing or broken."""
     with _open(folder) as (path, file):
         names: dict[str, str] = {}
         for stored in file.keys():  # noqa: SIM118 (not a dict)
@@ -44,10 +44,10 @@ def stored_tensors(folder: Path | str) -> dict[str, str]:
 def read_tensors(folder: Path | str, config: Eagle3Config, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of these names and shapes: weights in bf16, d2t int64, t2d bool.
 
-    wanted  our names, with tensors of the shapes that the config demands; their data is not looked at
+    wanted  our names, with tensors of the expected shapes; their data is not read
 
-    embed_tokens may stand in the file, in the right shape: it is not read, since the target's own is used.
-    CheckpointError names the first tensor that is missing, unexpected, or of another shape or type, and a vocabulary
+    The file may contain embed_tokens of the right shape: it is ignored, since the target's embedding is used.
+    CheckpointError names the first tensor that is missing, unexpected, or of a wrong shape or type, or a vocabulary
     table that does not fit.
     """
     names = stored_tensors(folder)
@@ -119,7 +119,7 @@ def _check(path: Path, stored: str, name: str, shape: tuple[int, ...], found: An
 
 
 def _known(path: Path, d2t: Tensor, vocabulary: int) -> Tensor:
-    """bool [vocabulary]: what d2t points to."""
+    """bool [vocabulary]: the target tokens that d2t points to."""
     ids = d2t + torch.arange(len(d2t))
     for draft, token in enumerate(ids.tolist()):
         if not 0 <= token < vocabulary:

@@ -1,20 +1,21 @@
-"""An EAGLE-3 drafter over pages, top to bottom: the target's states fused, one layer, and the greedy chain of passes.
+"""The forward pass of an EAGLE-3 drafter with paged KV, top to bottom: feature fusion, one layer, and greedy drafting.
 
-Row t takes the embedding of the token at place t + 1 and the feature of position t, is rotated by t, and lies at place
-t + 1 of its slot's pages; place 0 holds nothing. What comes of it speaks of the token after the one that it took.
+Row t reads the embedding of the token at position t + 1 and the target's feature of position t. It is rotated by t, and
+its KV is stored at place t + 1 of its slot's pages; place 0 is unused. Its logits predict the token at position t + 2.
 
     feature = fc [norm(state) | norm(state) | ...]
     x       = [norm(embedding) | norm(feature)]
     a       = feature + o_proj(attention(x))          or the normed feature + ...
     b       = a + mlp(norm(a))
-    normed  = norm(b)                                 what the head reads
-    fed     = b                                       or normed: the feature of the next row, which has no states yet
+    normed  = norm(b)                                 input of the head
+    fed     = b                                       or normed: feature of the next drafted row, which has no states
 
-All else is held to this page: what a CPU does in one call has its bits (law 1), and the module that is trained comes
-near it over whole sequences (`module.py`). Ops are called as the CPU's kernels; within `references()`, and where a
-kernel does not take a size, each is its plain torch reference.
+This module is the reference. The single-call CPU path produces the same bits (law 1), and the trained module agrees
+closely over whole sequences (`module.py`). Ops run as CPU kernels; within `references()`, and for sizes that a kernel
+does not support, each op runs as its plain torch reference.
 
-T rows of a pass, R of them that are finished, D hidden, H heads, X query width, S states of W values, V vocabulary.
+T rows of a pass, R finished rows (those whose output is needed), D hidden, H heads, X query width, S states of W
+values, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ from redline.ops.mla import MlaWeights, rounds, stored
 from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
-SKIP = 1  # place 0 of a job
+SKIP = 1  # place 0 of a job is unused
 
 
 def fuse(args: DraftFuseArgs) -> Tensor:
@@ -56,9 +57,9 @@ def fuse(args: DraftFuseArgs) -> Tensor:
 
 
 def chain(args: DraftChainArgs) -> Tensor:
-    """The pass of `rows`, then for each query as many drafts as are `wanted` of it, each the likeliest.
+    """Runs the pass of `rows`, then drafts greedily: `wanted` tokens for each query.
 
-    -> int64 [R, most wanted], 0 where fewer are. The rows of all drafts but a query's last are written to the plane.
+    -> int64 [R, max(wanted)], padded with 0. KV rows of all drafts but the last of each query are written to the plane.
     """
     weights, rows, wanted = args.weights, args.rows, args.wanted
     normed, fed = forward(DraftPassArgs(args.feature_TD, weights, args.pages, rows, args.plane))
@@ -80,12 +81,12 @@ def chain(args: DraftChainArgs) -> Tensor:
 
 
 def forward(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
-    """A pass, its rows looked up -> (normed, fed) [R, D] of the queries, in their order."""
+    """A pass that looks up its inputs by row -> (normed, fed) [R, D] of the queries, in their order."""
     return layer(args.weights, looked_up(args.pages, args.rows), args.feature_TD, args.plane)
 
 
 def looked_up(pages: DraftPages, rows: DraftRows) -> Inputs:
-    """The rows as a pass reads them: their tokens, rotations and places."""
+    """The inputs of the rows: their tokens, rotations and places."""
 
     device = pages.tokens.device
     slot_T, position_T, query_R = (staged(each, device) for each in (rows.slots, rows.positions, rows.queries))
@@ -104,10 +105,10 @@ def looked_up(pages: DraftPages, rows: DraftRows) -> Inputs:
 
 
 def layer(weights: DraftLayer, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (normed, fed) [R, D], of the rows of the chunks, then of the queries. `feature_TD` stays as it is.
+    """-> (normed, fed) [R, D], of the rows of the chunks, then of the queries. `feature_TD` is not modified.
 
-    inputs  rows_T, Chunk.start and lengths_Q are of places. A row in no chunk and no query is written to its page, and
-            that is all
+    inputs  rows_T, Chunk.start and lengths_Q are places. For a row in no chunk and no query, only its KV is written to
+            its page
     plane   [pages, 64, kv width]: written at rows_T, then read; place 0 of a slot is never read
     """
     eps = weights.eps
@@ -131,7 +132,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _finished(inputs: Inputs) -> Tensor:
-    """int64 [R]: the tokens of the chunks, then the queries."""
+    """int64 [R]: indices of the finished rows: those of the chunks, then the queries."""
     device = inputs.tokens_Q.device
     chunks = [torch.arange(c.first, c.first + c.count, device=device) for c in inputs.chunks]
     return torch.cat([*chunks, inputs.tokens_Q.long()])
@@ -150,7 +151,7 @@ def _project(x_TF: Tensor, w: MlaWeights[Matrix] | GqaWeights[Matrix], inputs: I
 def _attend(
     q_THX: Tensor, w: MlaWeights[Matrix] | GqaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor
 ) -> Tensor:
-    """-> [T, H, value width]: only rows that are finished hold anything."""
+    """-> [T, H, value width]; only finished rows are filled."""
     if isinstance(w, MlaWeights):
         o = q_THX.new_empty(q_THX.shape[0], w.heads, w.value)
         attend(q_THX, w, scale, inputs, plane, o, SKIP)
@@ -164,20 +165,20 @@ def _attend(
     return o
 
 
-# The same for whoever computes a drafter: this page, and the module that is trained.
+# Shared by this module and by the trained module.
 
 
 class Rules(Protocol):
-    """Where drafters differ, beside their sizes."""
+    """Options in which drafters differ, apart from their sizes."""
 
     @property
     def norm_before_residual(self) -> bool:
-        """Whether the residual begins as the normed feature."""
+        """Whether the residual starts from the normed feature."""
         ...
 
     @property
     def norm_output(self) -> bool:
-        """Whether what is fed back is normed."""
+        """Whether the normed output is fed back as the next feature."""
         ...
 
 
@@ -185,21 +186,21 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def normed_states(features: Tensor, norms: Sequence[Norm]) -> Tensor:
-    """[..., S W], S states side by side -> the same, each normed by its own."""
+    """[..., S W], S concatenated states -> the same, each normed by its own weight."""
     states = features.unflatten(-1, (len(norms), -1)).unbind(-2)
     return torch.cat([norm(state) for norm, state in zip(norms, states, strict=True)], -1)
 
 
 def side_by_side(embedding: Tensor, hidden: Tensor) -> Tensor:
-    """[..., D] each, normed -> what attention projects, [..., 2 D], in this order."""
+    """[..., D] each, normed -> [..., 2 D] in this order: the input of the attention's projection."""
     return torch.cat([embedding, hidden], -1)
 
 
 def begun(rules: Rules, feature: Tensor, norm: Norm) -> Tensor:
-    """[..., D]: what the layer's residual begins with."""
+    """[..., D]: the initial residual of the layer."""
     return norm(feature) if rules.norm_before_residual else feature
 
 
 def fed_back(rules: Rules, normed: Tensor, residual: Tensor) -> Tensor:
-    """[..., D]: what the next row takes as its feature where there are no states."""
+    """[..., D]: the feature of the next row if the target's states are not known."""
     return normed if rules.norm_output else residual

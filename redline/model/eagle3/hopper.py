@@ -1,10 +1,11 @@
-"""A drafter on a GPU: its weights in the layouts of the GPU's kernels, and its pass over pages.
+"""A drafter on a GPU: its weights in the layouts of the GPU kernels, and its forward pass with paged KV.
 
-The arithmetic is that of `serve.Served`, in the launches of a decode step's dense layer, and several ranks divide it as
-they divide such a layer. Up to 64 rows that pass takes nothing from the host, so it can be recorded. `_Latent` and
-`_Grouped` are what the two bodies differ in: what a row leaves in its page, and how finished rows attend.
+The arithmetic is that of `serve.Served`. It runs with the same launches as a dense layer of a decode step, and tensor
+parallel ranks divide it in the same way. Up to 64 rows the pass needs nothing from the host, so it can be captured in a
+CUDA graph. `_Latent` and `_Grouped` implement the two kinds of attention: which KV a row writes to its page, and how
+finished rows attend.
 
-T rows of a pass, R of them that are finished, D hidden, H heads, S states of the target that are read.
+T rows of a pass, R finished rows, D hidden, H heads, S states of the target that are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,9 +45,9 @@ from redline.wire.job import PAGE_TOKENS
 
 
 def check(config: Eagle3Config, place: str) -> None:
-    """CheckpointError, naming the field and what it may be, where the GPU's kernels have no form for a drafter's size.
+    """CheckpointError, with the field and the supported values, if the GPU kernels do not support a drafter's size.
 
-    config: as `Eagle3.open` leaves it. place: begins the message.
+    config: as `Eagle3.open` returns it. place: prefix of the message.
     """
     sizes: list[tuple[str, int, bool, str]] = [
         ("intermediate_size", config.intermediate_size, config.intermediate_size % HALF == 0, f"multiples of {HALF}"),
@@ -69,9 +70,9 @@ def check(config: Eagle3Config, place: str) -> None:
 
 
 class GpuServed:
-    """A drafter's weights in tiles, made from its state and from the embedding and the head of its target.
+    """A drafter's weights in tiles, made from its state and from the target's embedding and head.
 
-    What `serve.Served` does, on a GPU.
+    The GPU counterpart of `serve.Served`.
     """
 
     def __init__(
@@ -83,10 +84,11 @@ class GpuServed:
         head_bits: int = 16,
         group: Group = ALONE,
     ) -> None:
-        """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded.
+        """state: by our names. head_bits: 16, or 8 to quantize the drafter's head, or its copy of the target's head.
 
-        group: of the ranks that divide the head, of which target_head is this one's part, and the body, where they
-        reach one another's memory and it comes apart (`shard.py`). Each rank gives the whole state.
+        group: the tensor parallel ranks. They divide the head (target_head is this rank's part) and, if the ranks have
+        peer access to one another's memory and the sizes divide evenly (`shard.py`), the layer. Each rank passes the
+        whole state.
         """
         device, at = embedding_VD.device, "layers.0"
         reader = _Reader(state, device)
@@ -101,7 +103,7 @@ class GpuServed:
         shard = WHOLE if self._links is None else Shard(group.rank, group.ranks)
         if self._links is not None:
             sent = padded(config.hidden_size, PAD_K) * MOST_TOKENS_OF_RANKS
-            assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, for whose sums there is room"
+            assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, so its all-reduce fits"
         self._attention = (_Latent if config.architecture == "mla" else _Grouped)(
             config, reader, f"{at}.self_attn", shard
         )
@@ -120,7 +122,7 @@ class GpuServed:
         else:
             self._head = target_head if own is None else Tiled.prepare(own.to(device, torch.bfloat16))
         self.inv_freq = config.inv_freq().to(device)
-        # Sums of squares of rows whose norm is divided out already: D of the head's input.
+        # Sums of squares for rows that are already normed: D of the head's input.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,18 +130,18 @@ class GpuServed:
         return angles(positions, self.inv_freq)
 
     def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
-        """What rows are looked up in.
+        """The tensors that rows are looked up in.
 
-        tokens int64 [slots, the longest a slot can be]; tables int32 [slots, pages per slot].
+        tokens int64 [slots, maximum length of a slot]; tables int32 [slots, pages per slot].
         """
         return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
     def read(self, feature_TD: Tensor, pages: DraftPages, rows: DraftRows, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass whose rows are looked up -> (normed, fed), bf16 [R, D] each, of its queries."""
+        """A pass that looks up its inputs by row -> (normed, fed), bf16 [R, D] each, of its queries."""
         return self.forward(looked_up(pages, rows), feature_TD, plane)
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
-        """The target's states side by side [N, S D] -> fused features bf16 [T, D], of rows `sources` or of all."""
+        """Concatenated target states [N, S D] -> fused features bf16 [T, D], of rows `sources` or of all."""
         x = features_NF if sources is None else features_NF[staged(sources, features_NF.device)]
         x = x.to(torch.bfloat16)
         if self._fc_norms is not None:
@@ -151,9 +153,9 @@ class GpuServed:
         return self._config.rms_norm_eps
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows over pages -> (normed, fed), bf16 [R, D] each, of the rows `inputs.tokens_Q`.
+        """Runs the rows with paged KV -> (normed, fed), bf16 [R, D] each, of the rows `inputs.tokens_Q`.
 
-        inputs has no chunks: a prompt's rows are written, and only those that draft are finished, as queries.
+        inputs has no chunks: for a prompt only KV is written, and the rows that draft are finished as queries.
         """
         assert not inputs.chunks, "rows of a drafter are finished as queries"
         x, residual = join_rows(
@@ -174,9 +176,9 @@ class GpuServed:
     def _finish(
         self, residual: Tensor, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention, MLP and last norm of up to 256 rows, with a sum over ranks (then 64) behind each of the first two.
+        """Attention, MLP and last norm of up to 256 rows (over several ranks 64; both sublayers end in an all-reduce).
 
-        at_Q: as `project` gives it.
+        at_Q: as `project` returns it.
         """
         eps = self._eps
         y = self._attention.attend(q, at_Q, inputs, rows, plane)
@@ -201,7 +203,7 @@ class _Reader:
         return torch.cat([cut(self._state[name].detach()).to(self._device, torch.bfloat16) for name in names])
 
     def vector(self, name: str) -> Tensor:
-        """In float32, and its own memory: training goes on beside what is served."""
+        """In float32, in memory of its own: training may continue while the weights are served."""
         return self._state[name].detach().to(self._device, torch.float32, copy=True)
 
     def tiled(self, *names: str, cut: Cut = lambda whole: whole) -> Tiled:
@@ -209,7 +211,7 @@ class _Reader:
 
 
 class _Latent:
-    """Attention of a rank's heads over latents. A row leaves its latent and its rotated key, on every rank."""
+    """Attention of a rank's heads over latents. Every rank writes each row's latent and rotated key."""
 
     def __init__(self, config: Eagle3Config, reader: _Reader, at: str, shard: Shard) -> None:
         heads = config.num_attention_heads // shard.ranks
@@ -225,12 +227,12 @@ class _Latent:
             w_uv=Tiled.prepare(w_uv.contiguous()),
             eps=config.rms_norm_eps,
         )
-        # Sums of squares of rows whose norm is divided out already: 2 D of the attention's input.
+        # Sums of squares for rows that are already normed: 2 D of the attention's input.
         squares = 2 * config.hidden_size * (1 - config.rms_norm_eps)
         self._normed_inputs = torch.full((1, MOST_STREAMED), squares, device=w_uk.device)
 
     def project(self, x: Tensor, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the rows' latents. -> rotated queries [., H, N + P], and int32 [R], which of them a row takes."""
+        """Writes the rows' latents. -> rotated queries [., H, N + P], and int32 [R], the query of each finished row."""
         w = self._w
         if x.shape[0] <= MOST_STREAMED:
             squares = self._normed_inputs[:, : -(-x.shape[0] // MOST_TOKENS) * MOST_TOKENS].contiguous()
@@ -242,7 +244,7 @@ class _Latent:
             return q, inputs.tokens_Q
         a = product(x, w.w_a, torch.float32)
         q_a = split_a(a, w.q_norm, w.kv_norm, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, w.eps)
-        if not inputs.tokens_Q.shape[0]:  # a prompt that nobody drafts from: its latents are all
+        if not inputs.tokens_Q.shape[0]:  # a prompt without drafting: only its latents are needed
             return q_a[:0], inputs.tokens_Q
         rows_R = inputs.tokens_Q.long()
         q = product(q_a[rows_R], w.w_q, torch.bfloat16).view(rows_R.shape[0], w.heads, w.width)
@@ -257,7 +259,7 @@ class _Latent:
 
 
 class _Grouped:
-    """Attention of a rank's heads with grouped keys and values. A row leaves those of all ranks, its keys rotated."""
+    """Attention of a rank's heads with grouped keys and values. Each row writes those of all ranks, keys rotated."""
 
     def __init__(self, config: Eagle3Config, reader: _Reader, at: str, shard: Shard) -> None:
         self._scale = config.softmax_scale

@@ -1,12 +1,12 @@
-"""A drafter's latent in two widths: as it was trained, and padded with zeros to its target's.
+"""Converts a drafter's latent between its trained width and the target's width, by zero padding.
 
-vLLM keeps the rows of a drafter in its target's cache, so its latent has to be as wide. Padding changes no value. With
-n latents of N, all beyond n zero, the mean square over N is n / N of that over n:
+vLLM stores the drafter's KV rows in the target's cache, so both latents need the same width. Padding changes no value:
+if only the first n of N latents are nonzero, the mean square over N is n / N times that over n:
 
     norm_N(s x) * w sqrt(n / N) = norm_n(x) * w        with epsilon times N / (n s^2)
 
-So rows of `kv_a` times s = 2^round(log2 sqrt(N / n)), and `kv_a_layernorm` times sqrt(n / N), are the narrow layer
-again. Where N / n is a power of 4, as for 128 in 512, no weight is rounded and epsilon is the same.
+So the padded layer with rows of `kv_a` times s = 2^round(log2 sqrt(N / n)), and `kv_a_layernorm` times sqrt(n / N),
+equals the narrow layer. If N / n is a power of 4, such as 512 / 128, no weight is rounded and epsilon is unchanged.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from redline.model.eagle3.config import Eagle3Config
 
-_NARROWEST = 64  # what the kernels of `ops` read: 64, 128, 256, 512
+_NARROWEST = 64  # the kernels of `ops` support 64, 128, 256, 512
 _KV_A = "layers.0.self_attn.kv_a_proj_with_mqa.weight"  # [latent | rotated key, 2 D]
 _NORM = "layers.0.self_attn.kv_a_layernorm.weight"  # [latent]
 _KV_B = "layers.0.self_attn.kv_b_proj.weight"  # [heads x (nope + value), latent]
@@ -27,9 +27,9 @@ _KV_B = "layers.0.self_attn.kv_b_proj.weight"  # [heads x (nope + value), latent
 def pad_latent(
     config: Eagle3Config, tensors: Mapping[str, Tensor], width: int
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """The same drafter with a latent of `width`, or unchanged where it has no latent, or one as wide.
+    """The same drafter with a latent of `width`; unchanged if it has no latent or already that width.
 
-    tensors: by our names, as `Eagle3.state_dict` has them.
+    tensors: by our names, as in `Eagle3.state_dict`.
     """
     own = config.kv_lora_rank
     if config.architecture != "mla" or own >= width:
@@ -46,10 +46,10 @@ def pad_latent(
 
 
 def cut_latent(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """The same drafter without the latents that are always zero, as narrow as a power of two that kernels read.
+    """The same drafter without the latents that are always zero, cut to the next power of two that kernels support.
 
-    tensors  by our names. Rows of the drafter's plane, and the work of its attention, are then as small as before the
-             latent was padded.
+    tensors  by our names. The drafter's plane and the work of its attention become as small as before the latent was
+             padded.
     """
     if config.architecture != "mla":
         return config, dict(tensors)
@@ -69,10 +69,10 @@ def cut_latent(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[Eag
 
 
 def _power_of_two(ratio: float) -> float:
-    """The nearest power of two: it multiplies a weight without rounding it."""
+    """The nearest power of two: multiplying a weight by it does not round."""
     return 2.0 ** round(math.log2(ratio))
 
 
 def _wider(values: Tensor, width: int) -> Tensor:
-    """[..., n] -> [..., width], zeros behind."""
+    """[..., n] -> [..., width], padded with zeros at the end."""
     return torch.nn.functional.pad(values, (0, width - values.shape[-1]))

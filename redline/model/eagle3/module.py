@@ -1,10 +1,10 @@
-"""An EAGLE-3 drafter: one layer over the target's own hidden states. What is trained is the class that serves.
+"""An EAGLE-3 drafter: one layer over the target's hidden states. Training and serving use the same class.
 
-Row t takes the embedding of token x_{t+1} and the fused feature of position t, is rotated by t, and its logits are for
-x_{t+2}. Training calls the differentiable pieces (`fuse`, `embed`, `project`, `expand`, `finish`, `logits`) with plain
-weights; after `prepare` the same names, and `forward` over pages, go through the ops. docs/drafters.md has the rest.
+Row t reads the embedding of token x_{t+1} and the fused feature of position t, is rotated by t, and its logits predict
+x_{t+2}. Training calls the differentiable methods (`fuse`, `embed`, `project`, `expand`, `finish`, `logits`) with plain
+weights. After `prepare`, the same methods, and `forward` with paged KV, run through the ops. More: docs/drafters.md.
 
-H heads, X query width, V value width (in logits: vocabulary), D hidden, W a row of the drafter's plane.
+H heads, X query width, V value width (in logits: vocabulary), D hidden, W width of a row of the drafter's plane.
 """
 
 import json
@@ -40,19 +40,19 @@ __all__ = ["Eagle3", "Eagle3Config", "default_layer_ids"]
 
 
 class Eagle3(nn.Module):
-    """Parameters and buffers have the names of the file, so `state_dict()` is the file.
+    """Parameters and buffers have the names of the file, so `state_dict()` is the file's contents.
 
-    The target's embedding, and its head where the drafter has none, are lent by `attach` or `prepare`: frozen, shared,
-    and no part of the state.
+    The target's embedding, and its head if the drafter has none, are attached by `attach` or `prepare`: frozen, shared,
+    and not part of the state.
     """
 
-    d2t: Tensor  # int64 [draft vocabulary]: token id - draft id; there where the draft vocabulary is a part
+    d2t: Tensor  # int64 [draft vocabulary]: token id - draft id; present if the draft vocabulary is reduced
     t2d: Tensor  # bool [vocabulary]: whether the drafter knows the token
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Random weights from torch's generator: std 0.02, smaller where they enter the residual stream.
+        """Random weights from torch's generator: std 0.02, smaller for weights that write to the residual stream.
 
-        fc begins as the mean of its states. The head too is random until `initialise`. A reduced vocabulary is the
+        fc is initialised to the mean of its states. The head is random until `initialise`. A reduced vocabulary is the
         first ids until `keep`.
         """
         super().__init__()
@@ -90,9 +90,9 @@ class Eagle3(nn.Module):
 
     @classmethod
     def open(cls, folder: Path | str, target: K2Config) -> "Eagle3":
-        """A drafter from a folder, bf16 on the CPU; a latent that was padded is as narrow again as it was.
+        """Loads a drafter from a folder, bf16 on the CPU; a padded latent is cut back to its original width.
 
-        CheckpointError, with file, field or tensor and the reason, where it is broken or does not fit the target.
+        CheckpointError, with file, field or tensor and the reason, if it is broken or does not fit the target.
         """
         config = Eagle3Config.from_folder(folder, target)
         config.check(target, str(Path(folder) / "config.json"))
@@ -108,9 +108,9 @@ class Eagle3(nn.Module):
         return drafter
 
     def save(self, folder: Path | str, latent: int = 0) -> None:
-        """config.json and model.safetensors (bf16), which `open`, vLLM and SGLang read. Makes the folder if needed.
+        """Writes config.json and model.safetensors (bf16), which `open`, vLLM and SGLang read. Creates the folder.
 
-        latent  pads a narrower latent to this width: vLLM needs the target's
+        latent  pads a narrower latent to this width: vLLM needs the target's width
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,16 +123,16 @@ class Eagle3(nn.Module):
                 path.chmod(0o644)  # safetensors makes files that only their owner can read
                 path.replace(folder / path.name)
 
-    # What the target lends.
+    # Weights of the target.
 
     def attach(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """Lends the target's embedding and head for training: [V, D], on the drafter's device, in any floating type."""
+        """Attaches the target's embedding and head for training: [V, D], on the drafter's device, any floating type."""
         self._embedding_VD = embedding_VD.detach()
         self._head_VD = head_VD.detach()
 
     @torch.no_grad()
     def initialise(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """Attaches the target's embedding and head [V, D], and begins the drafter's own head as the target's rows."""
+        """Attaches the target's embedding and head [V, D], and initialises the drafter's own head from the target's."""
         self.attach(embedding_VD, head_VD)
         if self.config.draft_vocab_size is not None:
             ids = self.token_ids()
@@ -140,9 +140,9 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
-        """Sets the reduced vocabulary: draft_vocab_size different token ids. Call it before `initialise`.
+        """Sets the reduced vocabulary: exactly draft_vocab_size distinct token ids. Call it before `initialise`.
 
-        AssertionError where there are more or fewer different ids.
+        AssertionError if the number of distinct ids differs from draft_vocab_size.
         """
         ids = ids.to(self.d2t).unique()  # sorted
         assert ids.shape == self.d2t.shape, f"{len(ids)} different ids for a vocabulary of {len(self.d2t)}"
@@ -150,12 +150,12 @@ class Eagle3(nn.Module):
         self.t2d.zero_().index_fill_(0, ids, True)
 
     def token_ids(self) -> Tensor | None:
-        """int64 [draft vocabulary]: the token of each draft id; None where they are the same."""
+        """int64 [draft vocabulary]: the token of each draft id; None if draft ids are token ids."""
         if "d2t" not in self._buffers:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    # The arithmetic, differentiable. Weights decide the dtype.
+    # The differentiable arithmetic. The dtype is that of the weights.
 
     @property
     def layer(self) -> "Layer":
@@ -165,7 +165,7 @@ class Eagle3(nn.Module):
         return layer
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's states side by side [..., states * D], as K2.forward gives them -> fused feature [..., D]."""
+        """Concatenated target states [..., states * D], as K2.forward returns them -> fused feature [..., D]."""
         if self._served is not None:
             return self._served.fuse(features)
         features = features.to(self.fc.weight.dtype)
@@ -183,7 +183,7 @@ class Eagle3(nn.Module):
         return angles(positions, self.config.inv_freq().to(positions.device))
 
     def project(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., D] each -> queries [..., H, X], rotated, and what a row of the plane holds [..., W]."""
+        """[..., D] each -> queries [..., H, X], rotated, and the row of the plane [..., W]."""
         layer = self.layer
         x = side_by_side(layer.input_layernorm(embedding), layer.hidden_norm(feature))
         return layer.self_attn.project(x, cos, sin)
@@ -205,14 +205,14 @@ class Eagle3(nn.Module):
         return normed, fed_back(self.config, normed, residual)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
-        """Normed [..., D] -> [..., draft vocabulary]. AssertionError where it needs the target's head and has none."""
+        """Normed [..., D] -> [..., draft vocabulary]. AssertionError if it needs the target's head and has none."""
         if self.config.draft_vocab_size is not None:
             return self.lm_head(normed)
         assert self._head_VD is not None, "attach the target's head first"
         return F.linear(normed, self._head_VD.to(normed.dtype))
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Normed [..., D] -> float32 [..., V] over the target's vocabulary; tokens that the drafter lacks: -inf."""
+        """Normed [..., D] -> float32 [..., V] of the target's vocabulary; -inf for tokens that the drafter lacks."""
         draft = (self._served.logits(normed) if self._served is not None else self.draft_logits(normed)).float()
         ids = self._ids if self._served is not None else self.token_ids()
         if ids is None:
@@ -221,9 +221,9 @@ class Eagle3(nn.Module):
         return draft.new_full((*draft.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, ids, draft)
 
     def likeliest(self, normed_RD: Tensor) -> Tensor:
-        """Normed [R, D] -> int64 [R], tokens of the target's vocabulary. Only after `prepare`; it can be recorded.
+        """The argmax: normed [R, D] -> int64 [R], tokens of the target's vocabulary. Only after `prepare`.
 
-        Whatever the numbers are, it is a token that the drafter knows.
+        It can be captured in a CUDA graph. For any input the result is a token of the draft vocabulary.
         """
         ids_R = best(self.served.logits(normed_RD).float())[0]
         return ids_R if self._ids is None else self._ids[ids_R]
@@ -231,12 +231,12 @@ class Eagle3(nn.Module):
     # Serving.
 
     def prepare(self, model: K2, head_bits: int = 16) -> None:
-        """Makes the weights' forms for the ops, once, on the model's device; embedding and head are the model's own.
+        """Lays out the weights for the ops, once, on the model's device; embedding and head are shared with the model.
 
-        head_bits  16; or 8: the head that drafts is rounded (`int8_round`), which halves its bytes on a GPU
+        head_bits  16; or 8: the drafting head is quantized (`int8_round`), which halves its bytes on a GPU
 
-        From then on `fuse`, `angles`, `logits` and `forward` go through the ops. Training a prepared drafter changes
-        nothing that is served: prepare it again.
+        From then on `fuse`, `angles`, `logits` and `forward` run through the ops. Training a prepared drafter does not
+        change what is served: call `prepare` again.
         """
         assert model.config.hidden_size == self.config.hidden_size, "open the drafter with the target's config"
         ids = self.token_ids()
@@ -249,23 +249,23 @@ class Eagle3(nn.Module):
 
     @property
     def served(self) -> Served | GpuServed:
-        """The weights as the ops take them. AssertionError before `prepare`."""
+        """The weights in the ops' layouts. AssertionError before `prepare`."""
         assert self._served is not None, "prepare the drafter first"
         return self._served
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows over pages -> (normed, fed) as `finish` gives them, for the rows of the chunks, then for the queries.
+        """Runs rows with paged KV -> (normed, fed) as in `finish`, for the rows of the chunks, then for the queries.
 
         inputs      ids_T: the next tokens x_{t+1}; cos, sin of positions t; rows_T, Chunk.start, lengths_Q of PLACES, a
-                    place being t + 1. A token in no chunk and no query leaves its row in the plane, and that is all.
-        feature_TD  of positions t: fused, or fed back
+                    place being t + 1. For a token in no chunk and no query, only its row of the plane is written.
+        feature_TD  of positions t: fused from the target's states, or fed back
         plane       [pages, 64, W]: written at rows_T; place 0 of a slot is never read
         """
         return self.served.forward(inputs, feature_TD, plane)
 
     @property
     def parameter_count(self) -> int:
-        """The drafter's own parameters, without what the target lends."""
+        """Number of the drafter's own parameters, without the attached weights of the target."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
@@ -296,7 +296,7 @@ class Layer(nn.Module):
 
 
 class Mla(nn.Module):
-    """Latent attention as in the target (ops/mla.py), but reading embedding and feature side by side."""
+    """Latent attention as in the target (ops/mla.py), but reading embedding and feature concatenated."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -330,7 +330,7 @@ class Mla(nn.Module):
 
 
 class Llama(nn.Module):
-    """Grouped-query attention (ops/gqa.py), reading embedding and feature side by side."""
+    """Grouped-query attention (ops/gqa.py), reading embedding and feature concatenated."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Mlp(nn.Module):
 
 
 def _as_stored(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights in bf16, index tables as they are."""
+    """Weights in bf16; index tables unchanged."""
     return {
         name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
         for name, tensor in state.items()

@@ -1,6 +1,6 @@
-"""An EAGLE-3 drafter's forward pass in one call on a CPU, and where it is tried: it has the bits of `forward.py`.
+"""An EAGLE-3 drafter's forward pass in one call on a CPU, with its test cases; bit-identical to `forward.py`.
 
-`draft_fuse`, `draft_pass` and `draft_chain` are `fuse`, `forward` and `chain` of that page.
+`draft_fuse`, `draft_pass` and `draft_chain` correspond to `fuse`, `forward` and `chain` of that module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,9 +68,9 @@ def _chain_cost(args: DraftChainArgs) -> Cost:
 def _inputs(
     g: torch.Generator, dims: tuple[int, ...], spans: Sequence[tuple[int, int]], dtype: torch.dtype, kind: int
 ) -> tuple[Tensor, DraftLayer, DraftPages, DraftRows, Tensor]:
-    """Slot i: rows of positions [start, stop), the last of which is a query, in pages of room for 6 drafts.
+    """Slot i: rows of positions [start, stop), the last of which is a query, in pages with space for 6 drafts.
 
-    kind: bit 0, what is fed back is normed; bit 1, the residual begins normed.
+    kind: bit 0: the normed output is fed back; bit 1: the residual starts normed.
     """
     d, vocabulary, width = dims[0], 500, 2 * dims[0]
     w = panels_of(random_weights(g, 2 * d, *dims[1:]))

@@ -1,6 +1,6 @@
-"""A drafter's weights as the ops take them, on its target's device: what `forward.py` computes with.
+"""A drafter's weights in the layouts of the ops, on its target's device: what `forward.py` computes with.
 
-N positions whose states are given, F the width of the states side by side, R rows that are finished, D hidden.
+N positions whose states are given, F width of the concatenated states, R finished rows, D hidden.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,21 +20,21 @@ from redline.ops.formats import int8_round
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights, angles
 
-_ROWS_AT_ONCE = 4096  # of a head that is rounded, so that float32 copies stay small
+_ROWS_AT_ONCE = 4096  # rows of a head that are rounded together; bounds the float32 copies
 
 
 class Served:
-    """A drafter's weights as the ops take them, made from its state and from the model that it drafts for.
+    """A drafter's weights in the layouts of the ops, made from its state and from its target model.
 
-    They are copied where an op wants another layout.
+    Weights are copied if an op needs another layout.
 
-    layer   all but the fusion, for `draft_pass`, and for `draft_chain` where it `chains`
-    chains  whether drafts may be chained in one call: its head has the whole vocabulary in its order, and its attention
+    layer   all weights but the fusion's, for `draft_pass`, and for `draft_chain` if `chains` is true
+    chains  whether all drafts can be computed in one call: the head has the whole vocabulary in order, and attention
             is latent
     """
 
     def __init__(self, config: Eagle3Config, state: Mapping[str, Tensor], model: K2, head_bits: int = 16) -> None:
-        """head_bits: 16, or 8: the head drafts what one in 8 bits drafts, as bf16 that takes as long as any."""
+        """head_bits: 16, or 8: the head gives the results of an 8-bit head, but is stored as bf16 and no faster."""
         reader = _Reader(state, model.device)
         at = "layers.0"
         self._eps = config.rms_norm_eps
@@ -45,7 +45,7 @@ class Served:
         mla = config.architecture == "mla"
         if config.draft_vocab_size is not None:
             head = reader.matrix("lm_head.weight")
-        else:  # drafts are chained in one call, which knows no other ranks
+        else:  # drafts are computed in one call, which does not support several ranks
             head = model.head if model.group.ranks == 1 else Matrix.prepare(model.whole_head())
         self.layer = DraftLayer(
             embedding_VD=model.embedding_VD,
@@ -71,23 +71,23 @@ class Served:
         return angles(positions, self.inv_freq)
 
     def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
-        """What `draft_pass` looks rows up in.
+        """The tensors in which `draft_pass` looks up rows.
 
-        tokens int64 [slots, the longest a slot can be]; tables int32 [slots, pages per slot].
+        tokens int64 [slots, maximum length of a slot]; tables int32 [slots, pages per slot].
         """
         return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
-        """The target's states side by side [N, F] -> fused features [T, D], of rows `sources` or of all."""
+        """Concatenated target states [N, F] -> fused features [T, D], of rows `sources` or of all."""
         features_NF, rows = features_NF.to(self._dtype), range(features_NF.shape[0]) if sources is None else sources
         return draft_fuse(features_NF, rows, self._fc_norms, self._fc, self._eps)
 
     def read(self, feature_TD: Tensor, pages: DraftPages, rows: DraftRows, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass whose rows are looked up -> (normed, fed), [R, D] each, of its queries."""
+        """A pass that looks up its inputs by row -> (normed, fed), [R, D] each, of its queries."""
         return draft_pass(feature_TD, self.layer, pages, rows, plane)
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Eagle3.forward`: rows over pages -> (normed, fed), [R, D] each."""
+        """As `Eagle3.forward`: runs rows with paged KV -> (normed, fed), [R, D] each."""
         return layer(self.layer, inputs, feature_TD, plane)
 
     def logits(self, normed_RD: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _grouped(config: Eagle3Config, reader: "_Reader", at: str) -> GqaWeights[Mat
 
 
 def _in_8_bits(head_VD: Tensor) -> Tensor:
-    """bf16 [V, D] of the integers and scales of a head in 8 bits."""
+    """bf16 [V, D]: the head quantized to 8 bits and dequantized again."""
     rounded = (int8_round(rows) for rows in head_VD.split(_ROWS_AT_ONCE))
     return torch.cat([(q * scale[:, None]).to(torch.bfloat16) for q, scale in rounded])
 
@@ -129,7 +129,7 @@ class _Reader:
         return self._state[name].detach().to(self._device, torch.bfloat16)
 
     def vector(self, name: str) -> Tensor:
-        """In float32, and its own memory: training goes on beside what is served."""
+        """In float32, in memory of its own: training may continue while the weights are served."""
         return self._state[name].detach().to(self._device, torch.float32, copy=True)
 
     def matrix(self, *names: str) -> Matrix:

@@ -1,7 +1,8 @@
-"""Has the system fetch the files of a checkpoint before they are read, so that a disk and a layout work side by side.
+"""Prefetches a checkpoint's files into the page cache, so that disk reads overlap with laying out the weights.
 
-What is mapped is fetched where it is touched, by the one thread that touches it: a disk that could read many places at
-once then waits for one. What is advised lies in the page cache, which gives way, and not in this process's memory.
+A memory-mapped page is read when the one loading thread touches it, so a disk that could serve many reads at a time
+serves one. Advised pages (posix_fadvise) are in the page cache, which the kernel can reclaim, and not in this
+process's memory.
 """
 
 import os
@@ -9,16 +10,18 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-AHEAD_BYTES = 256 << 20  # of tensors, between what is handed out and what is advised
-PIECE_BYTES = 128 << 10  # of one advice: of more, Linux fetches no more than a device is set to read ahead
+AHEAD_BYTES = 256 << 20  # bytes of tensors that are advised ahead of the last tensor handed out
+PIECE_BYTES = 128 << 10  # bytes per posix_fadvise call: of a larger range Linux reads only the device's read-ahead size
 
 
 class Ahead:
-    """A thread that advises. Tell it what was handed out, and close it."""
+    """A thread that prefetches. Call `handed_out` as tensors are handed out, and `close` at the end."""
 
     def __init__(self, places: Iterable[tuple[Path, int, int]], part: int = 0, parts: int = 1) -> None:
-        """places: (file, first byte, byte behind the last) of each tensor, about in the order in which they are handed
-        out. part, parts: of each tensor this process sees to such a part; others, that read it too, see to theirs."""
+        """places: (file, first byte, last byte + 1) of each tensor, roughly in the order in which they are handed out.
+
+        part, parts: this process prefetches part `part` of `parts` of each tensor; the other processes that read the
+        same checkpoint prefetch the other parts."""
         self._places = places
         self._part, self._parts = part, parts
         self._handed_out = 0
@@ -29,13 +32,13 @@ class Ahead:
             self._thread.start()
 
     def handed_out(self, count: int) -> None:
-        """So many bytes of tensors more."""
+        """Adds `count` bytes to the tensors handed out so far."""
         with self._changed:
             self._handed_out += count
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends it; what was advised is still fetched."""
+        """Stops the thread; ranges that are already advised are still read."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -58,13 +61,13 @@ class Ahead:
                     os.posix_fadvise(files[path], first, count, os.POSIX_FADV_WILLNEED)
                 position += size
         except OSError:
-            pass  # it was advice: whoever reads the file finds what is wrong with it, and says so
+            pass  # prefetching is optional: the reader of the file reports the error
         finally:
             for file in files.values():
                 os.close(file)
 
     def _wait_for(self, position: int) -> bool:
-        """Returns once the tensor at this place of the order is near: True, or False where it is closed before."""
+        """Waits until the tensor at byte `position` of the order is to be prefetched. False if closed before."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or position < self._handed_out + AHEAD_BYTES)
             return not self._closed

@@ -1,8 +1,8 @@
-"""Reading a checkpoint in the Hugging Face layout, as Moonshot publishes it.
+"""Reads a checkpoint in the Hugging Face layout, as Moonshot publishes it.
 
-`Checkpoint.open` reads config, index and the shards' headers, and proves that every tensor is there with the dtype and
-shape that the config demands. Data is read later, tensor by tensor, through memory maps: what is handed out is a view
-of the file, and the caller copies it to where it shall live.
+`Checkpoint.open` reads config, index and shard headers, and checks that every tensor exists with the dtype and shape
+that the config requires. Data is read later, tensor by tensor, through memory maps: a returned tensor is a view of the
+file, and the caller copies it to its destination.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ Projection = Literal["gate", "up", "down"]
 
 
 class Weight(NamedTuple):
-    """A tensor that the config demands, under its logical name.
+    """A tensor that the config requires, under its logical name.
 
-    That name has no prefix, and ends in `.weight` even where the file holds a quantised form under other names.
+    The logical name has no prefix, and ends in `.weight` even if the file stores a quantised form under other names.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Weight(NamedTuple):
 
 
 def weights(config: K2Config) -> Iterator[Weight]:
-    """Every tensor of the text model, in the order of the computation. Shapes are [out, in]."""
+    """Every tensor of the text model, in the order of computation. Shapes are [out, in]."""
     hidden = config.hidden_size
     heads = config.num_attention_heads
     yield Weight("embed_tokens.weight", (config.vocab_size, hidden), "plain")
@@ -70,7 +70,7 @@ def weights(config: K2Config) -> Iterator[Weight]:
 
 
 def layer_weights(config: K2Config, layer: int) -> Iterator[Weight]:
-    """Those of one layer, in the order of `weights`."""
+    """The tensors of one layer, in the order of `weights`."""
     return (weight for weight in weights(config) if weight.name.startswith(f"layers.{layer}."))
 
 
@@ -81,13 +81,13 @@ def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) ->
 
 
 class Checkpoint:
-    """An open checkpoint, proven whole.
+    """An open checkpoint whose headers have been checked.
 
     config       the model's geometry
-    fingerprint  hex; the same for the same files, in every process: a hash over config, headers and samples of the data
-    bytes        of all tensors that the model needs, as stored
-    files        every tensor of every shard by its stored name, those too that the model does not read
-    progress     called with the bytes of each tensor as it is handed out; `bytes` in sum when each is read once
+    fingerprint  hex hash over config, headers and samples of the data; the same for the same files in every process
+    bytes        stored bytes of all tensors that the model needs
+    files        every tensor of every shard by its stored name, including tensors that the model does not read
+    progress     called with the bytes of each tensor as it is returned; the sum is `bytes` if each is read once
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
-        """Reads headers only. CheckpointError, one line with file, tensor and what was expected, if it is broken."""
+        """Reads headers only. CheckpointError, one line with file, tensor and expectation, if anything is wrong."""
         found = survey(folder, _refuse)
         return cls(found.config, found.tensors, found.files, found.bytes, _fingerprint(found.config, found.files))
 
     def plain(self, name: str) -> Tensor:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
 
-        An FP8 or NVFP4 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
-        CheckpointError where the scale of an NVFP4 block is NaN.
+        An FP8 or NVFP4 weight is returned dequantised to bf16, in new memory; any other is a view of the file.
+        CheckpointError if the scale of an NVFP4 block is NaN.
         """
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             name = "embed_tokens.weight"
@@ -130,9 +130,9 @@ class Checkpoint:
         return dequantize_fp8(tensor, self._view(f"{name}_scale_inv"), self.config.quantization)
 
     def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Nvfp4 | Tensor:
-        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`.
+        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 if the config has that format, else as `plain`.
 
-        CheckpointError where the scale of an NVFP4 block is NaN.
+        CheckpointError if the scale of an NVFP4 block is NaN.
         """
         name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
         if isinstance(self.config.quantization, Int4Experts):
@@ -141,10 +141,10 @@ class Checkpoint:
 
     @contextmanager
     def read_ahead(self, part: int = 0, parts: int = 1, layer: int | None = None) -> Generator[None]:
-        """While inside, the system fetches what is handed out next, where that goes about in the order of `weights`.
+        """Context manager that prefetches the files, if tensors are read roughly in the order of `weights`.
 
-        part, parts: of every tensor this process sees to such a part, where others read all of it beside this one.
-        layer: the only one that is read; None: all.
+        part, parts: this process prefetches part `part` of `parts` of every tensor, if several processes read them all.
+        layer: the only layer that is read; None: all.
         """
         every = weights(self.config) if layer is None else layer_weights(self.config, layer)
         needed = (stored for weight in every for stored in self.parts(weight))
@@ -153,13 +153,13 @@ class Checkpoint:
             yield
         finally:
             ahead.close()
-            if self._ahead is ahead:  # ranks that are threads, as in tests, read one checkpoint at the same time
+            if self._ahead is ahead:  # ranks that are threads, as in tests, may read one checkpoint at the same time
                 self._ahead = None
 
     def parts(self, weight: Weight) -> list["Stored"]:
-        """What stands in the files for a weight that the model needs; codes first where it is quantised.
+        """The stored tensors of a weight that the model needs; codes first if it is quantised.
 
-        Beside them a file may hold `...weight_shape` and `...input_scale`, which nobody needs.
+        A file may also contain `...weight_shape` and `...input_scale`, which are not used.
         """
         return [self._tensors[demand.name] for demand in _demands(weight, self.config.quantization, self._tensors)]
 
@@ -167,16 +167,16 @@ class Checkpoint:
         """The bytes of a tensor, uint8 [bytes]: a view of the file."""
         if stored.file not in self._maps:
             with stored.file.open("rb") as file:
-                # Copy-on-write, since torch warns of read-only memory. Nobody writes, so no page is ever copied.
+                # Copy-on-write, since torch warns about read-only memory. No page is ever copied: nothing writes.
                 self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(
             self._maps[stored.file], dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
         )
 
     def nvfp4(self, name: str) -> Nvfp4 | None:
-        """A weight by its logical name, as it is stored; None where that is not NVFP4.
+        """A weight by its logical name in its stored form; None if it is not stored as NVFP4.
 
-        CheckpointError where the scale of a block is NaN.
+        CheckpointError if the scale of a block is NaN.
         """
         if not isinstance(self.config.quantization, Nvfp4Experts):
             return None
@@ -188,7 +188,7 @@ class Checkpoint:
         return Nvfp4(codes, self._mended(f"{name}_scale", codes, scales), scale)
 
     def _mended(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
-        """The scales, with 0 for the NaN that some exporters give blocks of zeros. CheckpointError for other NaN."""
+        """The scales, with 0 for the NaN that some exporters write for zero blocks. CheckpointError for another NaN."""
         wrong = (scales.view(torch.uint8) & 127) == 127
         if not wrong.any():
             return scales
@@ -202,7 +202,7 @@ class Checkpoint:
         stored = self._tensors[name]
         raw = self.raw(stored)
         dtype = _DTYPES[stored.dtype]
-        if raw.data_ptr() % dtype.itemsize:  # the format allows it; kernels do not
+        if raw.data_ptr() % dtype.itemsize:  # the file format allows unaligned tensors; kernels do not
             raw = raw.clone()
         self.progress(raw.nbytes)
         if (ahead := self._ahead) is not None:
@@ -211,10 +211,11 @@ class Checkpoint:
 
 
 def dequantize_fp8(weight: Tensor, scale_inv: Tensor, block: Fp8Blocks) -> Tensor:
-    """w[n, k] = weight[n, k] * scale_inv[n // rows, k // columns], the last block of either axis may be partial.
+    """w[n, k] = weight[n, k] * scale_inv[n // rows, k // columns]; the last block of either axis may be partial.
 
     weight float8_e4m3fn [N, K], scale_inv float32 [ceil(N / rows), ceil(K / columns)] -> bf16 [N, K].
-    One block row at a time: beside the result it takes the memory of `rows` rows. Source: DeepSeek-V3's README_WEIGHTS.
+    One block row at a time, so it needs memory for `rows` rows in addition to the result. Source: DeepSeek-V3's
+    README_WEIGHTS.
     """
     out = torch.empty(weight.shape, dtype=torch.bfloat16)
     for row, scale in zip(range(0, weight.shape[0], block.rows), scale_inv, strict=True):
@@ -223,17 +224,17 @@ def dequantize_fp8(weight: Tensor, scale_inv: Tensor, block: Fp8Blocks) -> Tenso
     return out
 
 
-# What is there: index and headers.
+# Contents of a checkpoint: index and headers.
 
 
 class Survey(NamedTuple):
-    """What index and headers say of a checkpoint.
+    """The contents of a checkpoint according to its index and headers.
 
     config   the model's geometry
-    tensors  those that the model needs, by logical name
-    files    every tensor of every shard that can be read, by its stored name
-    bytes    of the tensors that the model needs and that are as the config asks, as stored
-    lost     shards that are missing or broken, and the number of tensors that the index expects there
+    tensors  the tensors that the model needs, by logical name
+    files    every tensor of every readable shard, by its stored name
+    bytes    stored bytes of the needed tensors that match the config
+    lost     missing or broken shards, with the number of tensors that the index expects there
     """
 
     config: K2Config
@@ -244,10 +245,10 @@ class Survey(NamedTuple):
 
 
 def survey(folder: Path | str, fault: Callable[[BrokenFile], object]) -> Survey:
-    """Read config, index and headers, and report each fault by a call of `fault`, which may raise it.
+    """Reads config, index and headers, and calls `fault` for each fault; `fault` may raise it.
 
-    A tensor that a missing or broken shard should hold is no fault of its own. Raises CheckpointError if config.json or
-    the index cannot be used.
+    A tensor that belongs in a missing or broken shard is not reported separately. CheckpointError if config.json or the
+    index cannot be used.
     """
     folder = Path(folder)
     config = K2Config.from_folder(folder)
@@ -256,7 +257,7 @@ def survey(folder: Path | str, fault: Callable[[BrokenFile], object]) -> Survey:
     tensors: dict[str, Stored] = {}
     files: dict[Path, dict[str, Stored]] = {}
     lost: dict[Path, int] = {}
-    absent: set[str] = set()  # weights of which a missing or broken shard has a part
+    absent: set[str] = set()  # weights with a part in a missing or broken shard
     for file, names in names_of.items():
         try:
             header = _header(file, names)
@@ -269,7 +270,7 @@ def survey(folder: Path | str, fault: Callable[[BrokenFile], object]) -> Survey:
         files[file] = {}
         for name in header if names is None else names:
             if name not in header:
-                fault(BrokenFile(file, name, f"missing; expected here, as {index.name} says"))
+                fault(BrokenFile(file, name, f"missing; {index.name} expects it here"))
                 absent.add(_weight_of(_logical(name)))
                 continue
             files[file][name] = header[name]
@@ -300,12 +301,12 @@ def _refuse(error: BrokenFile) -> None:
 
 
 def _weight_of(name: str) -> str:
-    """What is before `.weight` in a logical name: the same for all tensors of a quantised weight."""
+    """The part of a logical name before `.weight`: the same for all tensors of a quantised weight."""
     return name.partition(".weight")[0]
 
 
 def _check_owner(file: Path, names: list[str] | None, header: Mapping[str, "Stored"], home: Mapping[str, Path]) -> None:
-    """BrokenFile if most tensors of a shard belong to another one, as of two files whose names were swapped."""
+    """BrokenFile if most tensors of a shard belong to another shard, as when two files have swapped names."""
     if names is None or any(name in header for name in names):
         return
     owner, count = Counter(home[name] for name in header if name in home).most_common(1)[0] if header else (file, 0)
@@ -314,7 +315,7 @@ def _check_owner(file: Path, names: list[str] | None, header: Mapping[str, "Stor
 
 
 class Stored(NamedTuple):
-    """Bytes [start, stop) of a file: a tensor under the name, dtype and shape that its header gives."""
+    """Bytes [start, stop) of a file: a tensor with the name, dtype and shape of its header entry."""
 
     file: Path
     name: str
@@ -332,11 +333,11 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
 
 
-_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
+_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _SAMPLE_BYTES = 4096
-_LFS_POINTER = b"version https://git-lfs"  # how the file begins that Git keeps in the place of a large one
+_LFS_POINTER = b"version https://git-lfs"  # start of the pointer file that Git LFS puts in place of a large file
 
-# The dtypes that we read, by safetensors' names.
+# The dtypes that are supported, by safetensors' names.
 _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -347,7 +348,7 @@ _DTYPES = {
 
 
 def _index(folder: Path) -> tuple[Path, dict[Path, list[str] | None]]:
-    """(the file that lists the tensors, tensor names by shard); None: whatever the one shard holds."""
+    """(file that lists the tensors, tensor names by shard); None in place of names: all tensors of the only shard."""
     path = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if not path.exists():
@@ -361,7 +362,7 @@ def _index(folder: Path) -> tuple[Path, dict[Path, list[str] | None]]:
     names_of: dict[Path, list[str] | None] = {}
     for file, names in _grouped(weight_map).items():
         if file != Path(file).name:
-            raise CheckpointError(f"{path}: {names[0]}: lies in {file!r}; expected a file of the same folder")
+            raise CheckpointError(f"{path}: {names[0]}: is in {file!r}; expected a file of the same folder")
         names_of[folder / file] = names
     return path, names_of
 
@@ -380,7 +381,7 @@ def _some(names: Sequence[str]) -> str:
 def _header(path: Path, expected: Sequence[str] | None) -> dict[str, Stored]:
     """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap.
 
-    expected: the tensors that the index expects there, for the message about a shard that is missing.
+    expected: the tensors that the index expects in the shard, for the message about a missing one.
     """
     if expected and not path.is_file():
         raise BrokenFile(path, "", f"missing shard; expected to hold {_some(expected)}")
@@ -424,7 +425,9 @@ def _header(path: Path, expected: Sequence[str] | None) -> dict[str, Stored]:
 
 
 def _fingerprint(config: K2Config, files: Iterable[Path]) -> str:
-    """Config, headers, and a sample of the data at the start, middle and end of each shard: fine-tunes differ there."""
+    """A hash over config, headers, and a sample of the data at the start, middle and end of each shard.
+
+    Fine-tunes of one model differ in the samples."""
     digest = hashlib.sha256(repr(config).encode())
     for path in files:
         size = path.stat().st_size
@@ -438,9 +441,9 @@ def _fingerprint(config: K2Config, files: Iterable[Path]) -> str:
 
 
 def _logical(stored: str) -> str:
-    """The logical name of a stored one, whose prefix depends on the release.
+    """The logical name for a stored name; the prefix depends on the release.
 
-    K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any.
+    K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: only `language_model.`. lm_head: any of them.
     """
     return stored.removeprefix("language_model.").removeprefix("model.")
 
@@ -450,9 +453,9 @@ _NOT_READ = re.compile(rf"(vision_tower|mm_projector)\..*|.*\.({_COMPUTED})")
 
 
 def _skipped(name: str, config: K2Config) -> bool:
-    """Whether a tensor is not read: vision, drafting (MTP) layers, and what is computed from the config.
+    """Whether a tensor is ignored: vision, MTP layers, and tensors that are computed from the config.
 
-    `weight_shape` is known to hold garbage in some files.
+    `weight_shape` has wrong values in some files.
     """
     if _NOT_READ.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
         return True
@@ -460,10 +463,10 @@ def _skipped(name: str, config: K2Config) -> bool:
     return layer is not None and int(layer[1]) >= config.num_hidden_layers
 
 
-# What must be there.
+# Tensors that a checkpoint must contain.
 
 
-# What stands in the files of an NVFP4 weight: codes and the matrix's scale, as suffixes of `....weight`.
+# The stored tensors of an NVFP4 weight: codes and the matrix's scale, as suffixes of `....weight`.
 NVFP4_NAMES = {"ModelOpt": ("", "_scale_2"), "compressed-tensors": ("_packed", "_global_scale")}
 
 
@@ -474,7 +477,7 @@ class _Demand(NamedTuple):
 
 
 def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, Stored]) -> Iterator[_Demand]:
-    """What stands in the files for a weight. Which linears are FP8 or NVFP4 is decided by what is stored."""
+    """The stored tensors of a weight. Whether a linear is FP8 or NVFP4 depends on the tensors in the file."""
     name, shape, kind = weight
     match quantization:
         case Int4Experts() if kind == "expert":

@@ -1,7 +1,7 @@
-"""What a K2-class text model is, read from its config.json.
+"""The geometry of a K2-class text model, read from its config.json.
 
-Every spelling that the family's files use is read here and nowhere else; what this engine cannot compute is refused by
-name. `K2Config` also knows what the model costs: parameters, bytes of weights, bytes of KV per token.
+All variants of the family's config files are read here and nowhere else; unsupported settings are rejected by name.
+`K2Config` also computes the model's cost: parameters, bytes of weights, bytes of KV per token.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
-NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # ModelOpt's names: with scales for 4-bit activations, and without
+NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # ModelOpt's names: with and without scales for 4-bit activations
 READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32), NVFP4 and FP8 (e4m3 blocks)"
 
 
@@ -28,7 +28,7 @@ class Unquantized:
 
 @dataclass(frozen=True)
 class Int4Experts:
-    """Routed experts are `redline.ops.formats.Int4`; all else is bf16."""
+    """Routed experts are `redline.ops.formats.Int4`; all other weights are bf16."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ Maker = Literal["ModelOpt", "compressed-tensors"]
 
 @dataclass(frozen=True)
 class Nvfp4Experts:
-    """Routed experts are `redline.ops.formats.Nvfp4`, and other linear weights where the files say so.
+    """Routed experts are `redline.ops.formats.Nvfp4`, and so are other linear weights if the files store them so.
 
-    maker: whose names the tensors have, and whose scale: compressed-tensors stores its inverse.
+    maker: the exporter that defines tensor names and scale convention: compressed-tensors stores the scale's inverse.
     """
 
     maker: Maker
@@ -67,9 +67,9 @@ class Yarn:
     original_max_position_embeddings: int
 
     def correction_range(self, rope_dim: int, theta: float) -> tuple[int, int]:
-        """(low, high): frequency pairs up to `low` keep their speed, pairs from `high` on are divided by `factor`.
+        """(low, high): frequency pairs up to `low` are unchanged, pairs from `high` on are divided by `factor`.
 
-        rope_dim: rotated values of a head, twice the pairs. theta: the base of the frequencies.
+        rope_dim: rotated values of a head, twice the number of pairs. theta: the base of the frequencies.
         """
 
         def pair_that_turns(times: float) -> float:
@@ -82,7 +82,7 @@ class Yarn:
 
     @property
     def temperature(self) -> float:
-        """m = 0.1 mscale_all_dim ln(factor) + 1. It scales queries and keys alike, so the softmax scale carries m^2."""
+        """m = 0.1 mscale_all_dim ln(factor) + 1. It scales queries and keys, so the softmax scale includes m^2."""
         return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1
 
 
@@ -121,10 +121,10 @@ class K2Config:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "K2Config":
-        """Reads `folder/config.json`. CheckpointError where it is missing, broken, or not a model that we compute."""
+        """Reads `folder/config.json`. CheckpointError if it is missing, broken, or not a supported model."""
         path = Path(folder) / "config.json"
         values = read_json(path)
-        # Older ModelOpt exports say their format only beside config.json.
+        # Older ModelOpt exports give their format only in hf_quant_config.json, in the same folder.
         beside = path.with_name("hf_quant_config.json")
         if beside.exists():
             values = {**values, "hf_quant_config": read_json(beside)}
@@ -132,9 +132,9 @@ class K2Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], place: str = "config.json") -> "K2Config":
-        """Reads a parsed config.json: K2.5's nested form or K2's flat one. `place` begins the error messages.
+        """Reads a parsed config.json: K2.5's nested form or K2's flat one. `place` is the prefix of error messages.
 
-        CheckpointError, with key, value and what is supported, where it is not a model that we compute.
+        CheckpointError, with key, value and the supported values, if it is not a supported model.
         """
         top = Section(values, place)
         text = _text_section(top)
@@ -178,11 +178,11 @@ class K2Config:
         _check_sizes(config, text)
         return config
 
-    # What follows from the geometry.
+    # Sizes derived from the geometry.
 
     @property
     def qk_head_dim(self) -> int:
-        """Values of one query head: the part without position, then the rotated part."""
+        """Values of one query head: the part without rope, then the rotated part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -192,7 +192,7 @@ class K2Config:
 
     @property
     def softmax_scale(self) -> float:
-        """qk_head_dim^-0.5 * m^2. YaRN's temperature enters here and nowhere else: cos and sin are not scaled."""
+        """qk_head_dim^-0.5 * m^2. YaRN's temperature is applied here only: cos and sin are not scaled."""
         m = self.yarn.temperature if self.yarn else 1.0
         return self.qk_head_dim**-0.5 * m * m
 
@@ -201,20 +201,20 @@ class K2Config:
         return inv_freq(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer (from 0) has experts rather than one dense MLP."""
+        """Whether the layer (counted from 0) has experts rather than one dense MLP."""
         return layer >= self.first_k_dense_replace
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return max(self.num_hidden_layers - self.first_k_dense_replace, 0)
 
     @property
     def shared_intermediate_size(self) -> int:
-        """The width of the shared experts of a layer, side by side as one MLP."""
+        """The width of a layer's shared experts, concatenated as one MLP."""
         return self.n_shared_experts * self.moe_intermediate_size
 
-    # What it costs.
+    # The model's cost.
 
     @property
     def attention_parameters(self) -> int:
@@ -234,12 +234,12 @@ class K2Config:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding and the output head, which may be one matrix."""
+        """Parameters of the embedding and the output head, which may be tied."""
         return (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
 
     @property
     def dense_parameters(self) -> int:
-        """Parameters that every token passes through: all but the routed experts, embeddings and router included."""
+        """Parameters that every token uses: all but the routed experts; embeddings and router are included."""
         dense_layers = self.num_hidden_layers - self.moe_layers
         shared = 3 * self.hidden_size * self.shared_intermediate_size
         router = self.n_routed_experts * (self.hidden_size + 1)
@@ -263,27 +263,27 @@ class K2Config:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes through, embeddings and head counted whole."""
+        """Parameters that one token uses, with embeddings and head counted in full."""
         return self.dense_parameters + self.moe_layers * self.num_experts_per_tok * self.expert_parameters
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as the engine holds them.
+        """Bytes of the weights in the engine's memory.
 
-        Routed experts of four bits stay as they are; all else is bf16, FP8 too once it is read.
+        4-bit routed experts keep their format; all other weights are bf16, including FP8, which is dequantised on load.
         """
         return 2 * self.dense_parameters + round(self.routed_parameters * self.bits_per_routed_parameter / 8)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that a token reads in a decode step. The embedding is left out: one row of it is read."""
+        """Bytes of weights that a token reads in a decode step. The embedding is not counted: only one row is read."""
         chosen = self.moe_layers * self.num_experts_per_tok * self.expert_parameters
         dense = self.dense_parameters - self.vocab_size * self.hidden_size
         return 2 * dense + round(chosen * self.bits_per_routed_parameter / 8)
 
     @property
     def bits_per_routed_parameter(self) -> float:
-        """4.5 for INT4 and for NVFP4: four bits and a share of the group's scale, which is bf16 or e4m3; else 16."""
+        """4.5 for INT4 and for NVFP4: four bits plus a share of the group's scale (bf16 or e4m3); otherwise 16."""
         match self.quantization:
             case Int4Experts():
                 return 4 + 16 / INT4_GROUP
@@ -293,13 +293,13 @@ class K2Config:
                 return 16.0
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of the KV cache that one token takes in all layers, in pages of this dtype."""
+        """Bytes of the KV cache per token, over all layers, in pages of this dtype."""
         return self.num_hidden_layers * self.kv_width * dtype.itemsize
 
-    # The same as sentences, each number with its arithmetic.
+    # The same numbers as text, each with its arithmetic.
 
     def explain_parameters(self) -> list[str]:
-        """Lines that tell the parameters, whole and active, with their arithmetic."""
+        """Lines of text with the total and active parameters and their arithmetic."""
         routed = f"{self.moe_layers} layers x {self.n_routed_experts} experts x {self.expert_parameters:,}"
         chosen = f"{self.moe_layers} layers x {self.num_experts_per_tok} experts x {self.expert_parameters:,}"
         return [
@@ -311,7 +311,7 @@ class K2Config:
         ]
 
     def explain_weight_bytes(self) -> list[str]:
-        """Lines that tell `weight_bytes` with its arithmetic."""
+        """Lines of text with `weight_bytes` and its arithmetic."""
         bits = self.bits_per_routed_parameter
         routed = self.weight_bytes - 2 * self.dense_parameters
         return [
@@ -321,7 +321,7 @@ class K2Config:
         ]
 
     def explain_kv_bytes(self, dtype: torch.dtype) -> str:
-        """A line that tells `kv_bytes_per_token` with its arithmetic."""
+        """A line of text with `kv_bytes_per_token` and its arithmetic."""
         row = f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
         total = self.kv_bytes_per_token(dtype)
         return f"KV per token     {self.num_hidden_layers} layers x {row} x {dtype.itemsize} bytes = {total:,} bytes"
@@ -333,14 +333,14 @@ def inv_freq(rope_dim: int, theta: float, yarn: Yarn | None) -> Tensor:
     freq = theta ** (-2 * pairs / rope_dim)
     if yarn is not None:
         low, high = yarn.correction_range(rope_dim, theta)
-        # Equal ends make a step; every YaRN implementation widens it by this much rather than divide by zero.
+        # Equal ends give a step function; all YaRN implementations use 0.001 here to avoid a division by zero.
         ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
         freq = freq * (1 - ramp) + freq / yarn.factor * ramp
     return freq.float()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object. CheckpointError where it is missing or holds anything else."""
+    """A file that contains one JSON object. CheckpointError if it is missing or contains anything else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
@@ -351,8 +351,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: expected one JSON object: {error}") from None
 
 
-# Keys with exactly one supported value, and what their absence means (`...`: the key must be there, since the classes
-# that read these files fill it with something that we do not compute).
+# (key, supported value, meaning of a missing key) for keys with one supported value. `...`: the key is required, since
+# the default of the classes that read these files is a value that is not supported here.
 _ONE_WAY: tuple[tuple[str, Any, Any], ...] = (
     ("n_group", 1, ...),
     ("topk_group", 1, ...),
@@ -376,11 +376,11 @@ def _text_section(top: "Section") -> "Section":
 
 
 def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Yarn | None]:
-    """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may hold theta too.
+    """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may contain theta too.
 
-    scaled_angles  whether the body computes unequal mscale and mscale_all_dim, which scale cos and sin; K2's does not
+    scaled_angles  whether the model supports unequal mscale and mscale_all_dim, which scale cos and sin; K2 does not
 
-    CheckpointError where the rope is of another kind, or has settings that we do not compute.
+    CheckpointError if the rope is of another kind, or has unsupported settings.
     """
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     if text.get(key) is None:
@@ -407,9 +407,9 @@ def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Y
 
 
 def _quantization(top: "Section", text: "Section") -> Quantization:
-    """How the weights are stored.
+    """The storage format of the weights.
 
-    Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top.
+    Moonshot's K2.5 files have quantization_config inside text_config, all others at the top level.
     """
     sections = [s.section("quantization_config") for s in (text, top) if s.get("quantization_config") is not None]
     if not sections:
@@ -420,12 +420,12 @@ def _quantization(top: "Section", text: "Section") -> Quantization:
                 beside.demand("group_size", NVFP4_GROUP, NVFP4_GROUP)
                 return Nvfp4Experts("ModelOpt")
             raise CheckpointError(
-                f"{top.place}: hf_quant_config.json says {algorithm} (ModelOpt); supported: {READABLE}"
+                f"{top.place}: hf_quant_config.json has {algorithm} (ModelOpt); supported: {READABLE}"
             )
         return Unquantized()
     quant = sections[0]
     if any(section.values != quant.values for section in sections):
-        raise CheckpointError(f"{top.place}: quantization_config stands at the top and in text_config and they differ")
+        raise CheckpointError(f"{top.place}: quantization_config at the top and in text_config differ")
     method, form, algorithm = (quant.get(key) for key in ("quant_method", "format", "quant_algo"))
     if algorithm in NVFP4_ALGORITHMS or form == "nvfp4-pack-quantized":
         return _nvfp4(quant, "ModelOpt" if algorithm else "compressed-tensors")
@@ -447,7 +447,7 @@ def _fp8(quant: "Section") -> Fp8Blocks:
 
 
 def _nvfp4(quant: "Section", maker: Maker) -> Nvfp4Experts:
-    """The settings of NVFP4 weights. Those for activations and for the cache are not followed: both stay bf16."""
+    """The settings of NVFP4 weights. Settings for activations and KV cache are ignored: both stay bf16."""
     groups = quant.section("config_groups")
     for name in groups.values:
         weights = groups.section(name).section("weights")
@@ -491,9 +491,9 @@ def _check_sizes(config: K2Config, text: "Section") -> None:
 
 
 class Section:
-    """One JSON object and where it stands, so that every refusal names file, key, value and what is supported.
+    """One JSON object and its place in the file, so that errors name file, key, value and the supported values.
 
-    What reads a value raises CheckpointError where the value is not of its kind.
+    Methods that read a value raise CheckpointError if it has the wrong type.
     """
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
@@ -501,11 +501,11 @@ class Section:
         self.place = place
 
     def get(self, key: str) -> Any:
-        """The value as it stands; None where it is null or missing."""
+        """The value, unchecked; None if it is null or missing."""
         return self.values.get(key)
 
     def refusal(self, key: str, supported: str) -> CheckpointError:
-        """The error to raise for this key, which tells what is supported instead."""
+        """The error to raise for this key, with the supported values."""
         found = repr(self.values[key]) if key in self.values else "missing"
         return CheckpointError(f"{self.place}: {key} is {found}; supported: {supported}")
 
@@ -516,9 +516,9 @@ class Section:
         return Section(cast("dict[str, Any]", self.get(key)), f"{self.place}: {key}")
 
     def demand(self, key: str, supported: Any, absent: Any) -> None:
-        """Raises CheckpointError unless the value is `supported`; a missing key counts as `absent`."""
+        """Raises CheckpointError unless the value equals `supported`; a missing key is read as `absent`."""
         found = self.values.get(key, absent)
-        # JSON's true and 1 are equal in Python and not the same in a config.
+        # true and 1 are equal in Python but different in a config.
         if found != supported or isinstance(found, bool) != isinstance(supported, bool):
             raise self.refusal(key, repr(supported))
 
@@ -536,7 +536,7 @@ class Section:
         return value
 
     def number(self, key: str, *, default: float | None = None, least: float = 1e-12) -> float:
-        """A number in [least, 1e12], or `default` where it is null or missing.
+        """A number in [least, 1e12], or `default` if it is null or missing.
 
         The range is wider than any model needs, and narrow enough that no formula overflows.
         """
@@ -546,19 +546,19 @@ class Section:
         return float(value)
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """true or false; `default` where the value is null or missing."""
+        """true or false; `default` if the value is null or missing."""
         value = self.get(key) if self.get(key) is not None else default
         if not isinstance(value, bool):
             raise self.refusal(key, "true or false")
         return value
 
     def token(self, key: str, outer: "Section") -> int | None:
-        """A token's id that stands here, or else in the object around this one; None where it stands in neither."""
+        """A token id of this object, else of the enclosing object; None if neither has one."""
         place = self if self.get(key) is not None else outer
         return place.integer(key, least=0) if place.get(key) is not None else None
 
     def tokens(self, key: str, outer: "Section") -> tuple[int, ...]:
-        """The same for one id or a list of them; () where there is none."""
+        """As `token`, for one id or a list of ids; () if there is none."""
         place = self if self.get(key) is not None else outer
         value = place.get(key)
         if value is None:

@@ -1,9 +1,9 @@
-"""What K2 is: embeddings, blocks of latent attention and experts, a head.
+"""The K2 model: embeddings, blocks of latent attention and experts, a head.
 
-A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders. Over several ranks the group's sum stands between the two.
+A block is two sublayers. Each takes the normed residual stream and returns its partial sum; the next sublayer's norm
+adds it to the residual (`add_norm`), also across blocks. With tensor parallelism an all-reduce comes between the two.
 
-T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
+T tokens of a step, D hidden, H heads, P rope, R rows whose next token is requested, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,15 +29,15 @@ from redline.model.k2.staging import Staging
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
 
-Cut = Callable[[Tensor], Tensor]  # a rank's part of a weight
+Cut = Callable[[Tensor], Tensor]  # selects a rank's part of a weight
 
 
 class K2:
-    """The text model on one device, weights in the layouts that its ops want.
+    """The text model on one device, with weights in the layouts of its ops.
 
-    config  of the whole model, where blocks and head may be one rank's parts
+    config  of the whole model, even if blocks and head are one rank's parts
     dtype   of activations: float32 on a CPU, bf16 on a GPU
-    group   the ranks that have the other parts
+    group   the tensor parallel ranks
     """
 
     def __init__(
@@ -61,14 +61,15 @@ class K2:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The layers' weights, as the references and the CPU's kernels read them; none of a GPU's own model."""
+        """The layers' weights for the references and the CPU kernels; empty in the GPU's own model."""
         return self._weights.blocks
 
     @property
     def recordable(self) -> bool:
-        """Whether a decode step takes nothing from the host, so that it can be recorded.
+        """Whether a decode step needs nothing from the host, so that it can be captured in a CUDA graph.
 
-        The references take values from the host, so on a GPU they cannot be; on a CPU a recorded step is a plain call.
+        The references read values on the host, so on a GPU they cannot be captured; on a CPU a captured step is a plain
+        call.
         """
         return self.device.type == "cpu"
 
@@ -80,11 +81,11 @@ class K2:
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
     ) -> Predicted:
-        """Runs the step through the model, and tells what follows the tokens `asked`, counted from the step's first.
+        """Runs the step through the model and returns the next tokens after the rows `asked` (indices into the step).
 
         planes  [layers, pages, 64, kv width], read, and written at rows_T
-        layers  whose entering states are kept, by vLLM's and SGLang's ids: k is the state that enters layer k (0: the
-                embedding), and the number of layers is what enters the last norm
+        layers  layers whose input states are captured, by vLLM's and SGLang's ids: k is the input of layer k (0: the
+                embedding), and the number of layers is the input of the last norm
         """
         if self.group.ranks > 1:
             return forward(TransformerArgs(planes, self._weights, inputs, layers, asked), self.group)
@@ -97,10 +98,11 @@ class K2:
         layers: Sequence[int] = (),
         launched: Callable[[int], object] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`predict` where nothing is asked: (the normed last hidden state [T, D], kept states [T, layers * D]).
+        """`predict` without next tokens: (normed last hidden state [T, D], captured states [T, layers * D]).
 
-        The second is the residual stream as it enters each of `layers`; None where there are none. launched: told how
-        many layers are launched, of prompts whose layers are launched one by one: on a CPU all are done in one call.
+        The captured states are the residual stream at the input of each of `layers`; None if `layers` is empty.
+        launched: called with the number of layers launched so far, for prompts launched layer by layer; on a CPU all
+        layers run in one call.
         """
         out = self.predict(inputs, planes, layers)
         return out.hidden(), out.features
@@ -110,19 +112,19 @@ class K2:
         return self.group.gather(linear(hidden_RD, self.head).float())
 
     def whole_head(self) -> Tensor:
-        """The head bf16 [V, D], of all ranks, which must all call this."""
+        """The whole head bf16 [V, D], gathered from all ranks; all must call this."""
         return self.group.gather(self.head.dense().T.float()).T.to(torch.bfloat16)
 
 
 def load(
     checkpoint: Checkpoint, device: torch.device, *, group: Group = ALONE, low_rank_norm_eps: float | None = None
 ) -> K2:
-    """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one tensor.
+    """Copies a checkpoint onto a device, tensor by tensor; peak anonymous memory is the model plus one tensor.
 
-    group              of ranks: this one's part of the model is read
-    low_rank_norm_eps  replaces the config's, to compare with transformers, which fixes it at 1e-6
+    group              tensor parallel ranks: only this rank's part of the model is read
+    low_rank_norm_eps  replaces the config's, for comparison with transformers, which always uses 1e-6
 
-    CheckpointError where a norm or the router has a number that is not finite.
+    CheckpointError if a norm or the router contains a number that is not finite.
     """
     config = checkpoint.config
     reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
@@ -135,10 +137,10 @@ def load(
 
 
 def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embedding_VD: Tensor) -> K2:
-    """A model that is one layer of a checkpoint: tokens are rows of the given embedding [V, D], which is the head too.
+    """A model of one layer of a checkpoint: tokens are rows of the given embedding [V, D], which is also the head.
 
-    The last norm has no weight, so `K2.forward(inputs, planes, (1,))` gives what the layer makes of the rows. Raises
-    CheckpointError as `load`.
+    The last norm has no weight, so `K2.forward(inputs, planes, (1,))` returns the layer's output for the rows. Raises
+    CheckpointError as `load` does.
     """
     config, embedding = one_layer(checkpoint.config, layer, len(embedding_VD)), embedding_VD.to(device, torch.bfloat16)
     reader = Reader(checkpoint, device, config.low_rank_norm_eps)
@@ -149,7 +151,7 @@ def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embeddi
 
 
 def one_layer(config: K2Config, layer: int, vocabulary: int) -> K2Config:
-    """The config of a model that is one layer of another."""
+    """The config of a model that consists of one layer of another model."""
     dense = not config.is_moe(layer)
     return replace(config, num_hidden_layers=1, first_k_dense_replace=int(dense), vocab_size=vocabulary)
 
@@ -160,7 +162,7 @@ class Reader:
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float, shard: Shard = WHOLE
     ) -> None:
-        """shard: which part of the weights that ranks divide. Raises ConfigError where they cannot."""
+        """shard: this rank's part of the weights that are divided. ConfigError if they cannot be divided."""
         check_ranks(checkpoint.config, shard.ranks)
         self.shard = shard
         self._checkpoint = checkpoint
@@ -169,27 +171,27 @@ class Reader:
         self._staging = Staging(device) if device.type == "cuda" else None
 
     def wait(self) -> None:
-        """Returns once all that was read is on the device."""
+        """Waits until everything read so far is on the device."""
         if self._staging is not None:
             self._staging.wait()
 
     def plain(self, name: str, cut: Cut = lambda whole: whole) -> Tensor:
-        """The tensor of this logical name, or what `cut` leaves of it, in bf16, copied from the view of the file."""
+        """The tensor of this logical name, or the part that `cut` selects: bf16, copied from the view of the file."""
         part = cut(self._checkpoint.plain(name))
         if self._staging is None:
             return part.to(self._device, torch.bfloat16, copy=True)
         return self._staging.put(part).to(torch.bfloat16)
 
     def vector(self, name: str) -> Tensor:
-        """A norm or a bias in float32. CheckpointError where a number is not finite."""
+        """A norm or a bias in float32. CheckpointError if a number is not finite."""
         return self._finite(name, self._checkpoint.plain(name).to(self._device, torch.float32, copy=True))
 
     def router(self, at: str) -> Tensor:
-        """The router's weights, bf16 [experts, D]. CheckpointError where a number is not finite."""
+        """The router's weights, bf16 [experts, D]. CheckpointError if a number is not finite."""
         return self._finite(f"{at}.weight", self.plain(f"{at}.weight"))
 
     def _finite(self, name: str, weight: Tensor) -> Tensor:
-        """The weight. CheckpointError where it has NaN or infinity: experts chosen by such numbers show in no logit."""
+        """The weight. CheckpointError for NaN or infinity: a router with such numbers may leave the logits finite."""
         if not weight.isfinite().all():
             raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
         return weight
@@ -222,8 +224,8 @@ class Reader:
         )
 
     def unfolding(self, at: str) -> tuple[Tensor, Tensor]:
-        """W_UK transposed, [H, R, N], and W_UV [H, V, R], bf16. H of this rank, R latent, N query without position, V
-        value width."""
+        """W_UK transposed, [H, R, N], and W_UV [H, V, R], bf16. H heads of this rank, R latent width, N query width
+        without rope, V value width."""
         config = self._checkpoint.config
         kv_b = self.plain(f"{at}.kv_b_proj.weight", self.shard.rows)
         kv_b = kv_b.unflatten(0, (config.num_attention_heads // self.shard.ranks, -1))
@@ -244,7 +246,7 @@ class Reader:
         )
 
     def moe(self, layer: int) -> Moe:
-        """The router and the routed experts of this layer; the shared expert is not among them."""
+        """The router and the routed experts of this layer, without the shared expert."""
         config = self._checkpoint.config
         at = f"layers.{layer}.mlp.gate"
         gate_up, down = Stack(config.n_routed_experts), Stack(config.n_routed_experts)
@@ -263,11 +265,11 @@ class Reader:
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
         """One routed expert's projections, this rank's part of each, stacked along the outputs: [N, K], INT4 or NVFP4
-        as stored, else bf16."""
+        if stored so, else bf16."""
         return above_one_another(self.expert_parts(layer, expert, projections))
 
     def expert_parts(self, layer: int, expert: int, projections: Sequence[Projection]) -> list[Tensor | Int4 | Nvfp4]:
-        """As `expert`, each by itself; on a CPU views of the file, where it holds them so."""
+        """As `expert`, but a list of the projections; on a CPU they are views of the file if its layout allows."""
         cut = self.shard.expert_columns if "down" in projections else self.shard.expert_rows
         return [self._there(cut(self._checkpoint.expert(layer, expert, each))) for each in projections]
 
@@ -282,5 +284,5 @@ class Reader:
                 return self._moved(weight).to(torch.bfloat16)
 
     def _moved(self, part: Tensor) -> Tensor:
-        """The tensor on the device: itself where it is there."""
+        """The tensor on the device; the same tensor if it is already there."""
         return part.to(self._device) if self._staging is None else self._staging.put(part)

@@ -1,12 +1,14 @@
-"""Experts drawn for a speed run: random weights would send all tokens to the same few, and every step would look fast.
+"""Random expert choices for speed measurements.
 
-L layers, R rows, M tokens of a row, T = R M, E experts, k chosen.
+With random weights a real router would send all tokens to the same few experts, and every step would look too fast.
+
+L layers, R rows, M tokens per row, T = R M, E experts, k chosen experts per token.
 """
 
 import torch
 from torch import Tensor
 
-OVERLAP = 0.4  # four tokens of a row then read 2.5 times one token's experts, as was measured on a production model
+OVERLAP = 0.4  # four tokens of a row then use 2.5 times one token's experts, as measured on a production model
 
 
 def draw(
@@ -14,9 +16,9 @@ def draw(
 ) -> Tensor:
     """Distinct experts for every token, on the generator's device: int32 [L, R M, k].
 
-    Within a row each expert of a token stays for the next with probability `overlap`; the others are drawn from all
-    that did not stay. So every expert is as likely as any other, and 0 means that tokens are independent. Rows and
-    layers always are.
+    Within a row each of a token's experts is kept for the next token with probability `overlap`; the others are drawn
+    from the remaining experts. So all experts are equally likely, and with 0 tokens are independent. Rows and layers
+    are always independent.
     """
     keys = torch.rand(layers, rows, tokens, experts, generator=generator, device=generator.device)
     if not overlap:
@@ -31,6 +33,6 @@ def draw(
 
 
 def distinct(ids_LTk: Tensor, experts: int) -> Tensor:
-    """How many experts a layer's tokens chose together: int64 [L]. experts: how many there are."""
+    """Number of distinct experts that a layer's tokens chose: int64 [L]. experts: number of experts per layer."""
     hit = torch.zeros(ids_LTk.shape[0], experts, dtype=torch.int64, device=ids_LTk.device)
     return hit.scatter_(1, ids_LTk.flatten(1).long(), 1).sum(1)

@@ -1,19 +1,19 @@
 """K2's forward pass, top to bottom: embedding, blocks of latent attention and experts, the last norm, the head.
 
-A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders:
+A block is two sublayers. Each takes the normed residual stream and returns its partial sum; the next sublayer's norm
+adds it to the residual (`add_norm`), also across blocks:
 
     residual += partial;  partial = attention(norm(residual));  residual += partial;  partial = experts(norm(residual))
 
-Over several ranks, each of which has a part of the heads and of every expert's width, a partial sum is one rank's: the
-group adds them up (`kernels.group`), and puts the parts of the logits side by side.
+With tensor parallelism each rank has a part of the heads and of every expert's width, so a partial sum is one rank's:
+the group runs an all-reduce over it (`kernels.group`), and an all-gather over the logits.
 
-All else is held to this page: what a CPU does in one call has its bits (law 1), what a GPU cuts otherwise comes near
-its logits, and those are transformers' (law 10). Ops are called as the CPU's kernels; within `references()`, and where
-a kernel does not take a size, each is its plain torch reference.
+This module is the reference. The single-call CPU path produces the same bits (law 1), the GPU path comes close to its
+logits, and its logits equal transformers' (law 10). Ops run as CPU kernels; within `references()`, and for sizes that a
+kernel does not support, each op runs as its plain torch reference.
 
-T tokens, D hidden, H heads, V value width (in logits: vocabulary), Q queries, L blocks, F states that are kept,
-R tokens whose next one is asked for.
+T tokens, D hidden, H heads, V value width (in logits: vocabulary), Q queries, L blocks, F captured states,
+R tokens whose next token is requested.
 """
 
 import torch
@@ -34,7 +34,7 @@ from redline.ops.moe import Routed
 
 
 def forward(step: TransformerArgs, group: Group = ALONE) -> Predicted:
-    """A whole step: the likeliest token of every asked row, with the states and logits behind it."""
+    """A whole step: the argmax token of every requested row, with the captured states and the logits."""
     planes, weights, inputs, layers, asked = step
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
     features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
@@ -58,10 +58,10 @@ def block(
     plane: Tensor,
     group: Group = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """One block: (residual, partial) in, (residual, partial) out, [T, D] each; a partial sum may be None at first.
+    """One block: (residual, partial) in, (residual, partial) out, [T, D] each; the first block's partial is None.
 
-    Both given ones may be changed in place and must not be used afterwards. plane [pages, 64, kv width]: read, and
-    written at rows_T.
+    Both inputs may be changed in place and must not be used afterwards. plane [pages, 64, kv width]: read, and written
+    at rows_T.
     """
     residual, x = attended(residual_TD, partial_TD, weights, inputs, plane, group)
     routed = route(x, weights.experts)
@@ -76,7 +76,7 @@ def attended(
     plane: Tensor,
     group: Group = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """The first half of a block: (residual, what the experts or the dense MLP read), [T, D] each. As `block` takes."""
+    """First half of a block: (residual, input of the experts or the dense MLP), [T, D] each. Arguments as `block`."""
     w = weights.attention
     residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
@@ -89,9 +89,9 @@ def attended(
 def attend(
     q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor, skip: int = 0
 ) -> None:
-    """q [T, H, X]: rows of chunks and queries, whose latents are in their pages. Writes o [T, H, V] at those.
+    """q [T, H, X]: rows of chunks and queries, whose latents are already in pages. Writes those rows of o [T, H, V].
 
-    skip: 0, or 1 where the first row of a slot holds nothing; it is not read, and no chunk begins there.
+    skip: 0, or 1 if the first row of each slot is unused; it is not read, and no chunk begins there.
     """
     chunks = inputs.chunks
     if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
@@ -106,7 +106,7 @@ def attend(
 
 
 def route(x: Tensor, experts: Moe | None) -> Routed | None:
-    """Which experts each row of x [T, D] goes to, with their weights; None of a dense layer."""
+    """The experts of each row of x [T, D], with their weights; None in a dense layer."""
     if experts is None:
         return None
     e = experts
@@ -115,9 +115,9 @@ def route(x: Tensor, experts: Moe | None) -> Routed | None:
 
 
 def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
-    """The result of a step from hidden [T, D], kept states [T, F D] and logits float32 [R, V].
+    """The result of a step from hidden [T, D], captured states [T, F D] and logits float32 [R, V].
 
-    The likeliest token of a row whose logits are not all finite is -1.
+    The argmax is reported as -1 for a row whose logits are not all finite.
     """
     ids_R, finite_R = best(logits_RV)
     return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)

@@ -1,6 +1,6 @@
-"""K2 on a GPU, with its weights as the GPU's kernels stream them.
+"""K2 on a GPU, with weights in the layouts that the GPU kernels stream.
 
-Same model, same interface as `redline.model.k2.cpu.K2`. The residual stream is float32; what products read is bf16.
+Same model and interface as `redline.model.k2.cpu.K2`. The residual stream is float32; inputs of matmuls are bf16.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ from redline.model.k2.shard import Shard
 
 
 class GpuK2(K2):
-    """The text model with weights in the layouts of the GPU's own kernels. Activations are bf16."""
+    """The text model with weights in the layouts of the GPU kernels. Activations are bf16."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class GpuK2(K2):
         super().__init__(config, embedding_VD, (), norm, head_VD, group)
         self.gpu_blocks = blocks
         self._most_decoded = most_decoded(config, group.ranks)
-        # Sums of squares of rows whose norm is divided out already.
+        # Sums of squares for rows that are already normed.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
     @property
     def recordable(self) -> bool:
-        """True: a decode step of up to MOST_DECODED tokens takes nothing from the host."""
+        """True: a decode step of up to MOST_DECODED tokens needs nothing from the host, as CUDA graphs require."""
         return True
 
     def forward(
@@ -70,8 +70,8 @@ class GpuK2(K2):
     ) -> tuple[Tensor, Tensor | None]:
         """As `K2.forward`, in bf16.
 
-        A step of up to MOST_DECODED tokens that all decode does not wait for the device, takes no shape from data, and
-        launches nothing but the ops' own kernels.
+        A decode-only step of up to MOST_DECODED tokens does not wait for the device, has no data-dependent shapes, and
+        launches only the kernels of the ops.
         """
         features = _Features(inputs.ids_T.shape[0], layers, self)
         if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
@@ -83,7 +83,7 @@ class GpuK2(K2):
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
     ) -> Predicted:
-        """As `K2.predict`; reading the likeliest tokens waits for the device, where any are asked for."""
+        """As `K2.predict`; reading the argmax tokens waits for the device if any are requested."""
         hidden, features = self.forward(inputs, planes, layers)
         if not asked:
             return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
@@ -121,7 +121,7 @@ class GpuK2(K2):
 
 
 def most_decoded(config: K2Config, ranks: int) -> int:
-    """Tokens of a step that the decode kernels compute."""
+    """The maximum number of tokens of a step that the decode kernels support."""
     tokens, pairs = (MOST_DECODED, MOST_PAIRS) if ranks == 1 else (MOST_TOKENS_OF_RANKS, SUMMED_PAIRS)
     return min(tokens, pairs // max(config.num_experts_per_tok, 1))
 
@@ -139,7 +139,7 @@ class _Features:
             self._data[:, self._places[layer]] = residual
 
     def taken(self, layer: int, stream: PromptStream) -> PromptStream:
-        """The stream to go on with: what was to be added to a residual that is taken has been."""
+        """Captures a layer's input. Returns the stream with its pending partial sum added, if the layer is captured."""
         if self._data is None or layer not in self._places:
             return stream
         stream = stream.added()
@@ -157,7 +157,7 @@ def _forced(inputs: Inputs, layer: int) -> Tensor | None:
 def load(
     checkpoint: Checkpoint, device: torch.device, *, group: Group = ALONE, low_rank_norm_eps: float | None = None
 ) -> GpuK2:
-    """As `redline.model.k2.cpu.load`: the device holds at most this rank's part of the model and one tensor more."""
+    """As `redline.model.k2.cpu.load`: the device holds at most this rank's part of the model and one more tensor."""
     config = checkpoint.config
     reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
     with checkpoint.read_ahead(group.rank, group.ranks):
@@ -180,7 +180,7 @@ def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embeddi
 
 
 def expert_kind(config: K2Config) -> Kind:
-    """The kind of the records that hold the routed experts."""
+    """The record format of the routed experts."""
     match config.quantization:
         case Int4Experts():
             return "INT4"

@@ -1,4 +1,4 @@
-"""K2's forward pass as one call on a CPU, and where it is tried: it has the bits of `forward`, op by op."""
+"""K2's forward pass in one call on a CPU, with its test cases; bit-identical to `forward`, op by op."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +21,7 @@ from redline.wire.job import PAGE_TOKENS
 
 
 def cost(step: TransformerArgs) -> Cost:
-    """Bytes moved and operations of a step, of which routed experts count as many as one token chooses."""
+    """Bytes moved and operations of a step; only the routed experts of one token are counted."""
     planes, weights, inputs, layers, asked = step
     tokens, d = inputs.count, weights.width
     residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
@@ -35,7 +35,7 @@ def cost(step: TransformerArgs) -> Cost:
 
 
 def _block_cost(residual_TD: Tensor, weights: Block, inputs: Inputs, plane: Tensor) -> Cost:
-    """The weights, of the routed experts only as many as one token chooses; each query's and each chunk's context."""
+    """The weights (counting only the routed experts of one token) and each query's and chunk's context."""
     tokens = residual_TD.shape[0]
     w, moe_ = weights.attention, weights.experts
     dense = (weights.o_proj, weights.shared_gate_up, weights.shared_down)
@@ -54,7 +54,7 @@ def _block_cost(residual_TD: Tensor, weights: Block, inputs: Inputs, plane: Tens
 def _example(
     g: torch.Generator, dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
-    """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
+    """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots from 1: queries."""
     d, width, count = dims[0], 64, chunk + len(lengths)
     w = panels_of(random_weights(g, *dims))
 
@@ -96,7 +96,7 @@ def _example(
 
 
 def cases() -> Iterator[Case]:
-    """The steps that the call is tried on: sizes of nano and smaller, chunks and queries, three formats of pages."""
+    """Test cases: sizes of nano and smaller, chunks and queries, three dtypes of pages."""
 
     def make(dims: tuple[int, ...], chunk: int, lengths: tuple[int, ...], dtype: torch.dtype, layers: tuple[int, ...]):
         def inputs(g: torch.Generator) -> TransformerArgs:

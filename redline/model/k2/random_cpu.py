@@ -1,6 +1,6 @@
-"""A K2 of any size with random weights on a CPU: for measurements of speed, as `random_hopper` is on a GPU.
+"""A K2 of any size with random weights on a CPU, for speed measurements; the GPU counterpart is `random_hopper`.
 
-Layers may be one in memory (`place`).
+Several layers of the model may share one layer in memory (`place`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ Progress = Callable[[int, int], object]  # (layers made, layers to make)
 def random_cpu_k2(
     config: K2Config, place: Sequence[int], seed: int = 0, progress: Progress = lambda made, whole: None
 ) -> K2:
-    """A model of this geometry, the same for the same seed. It routes: these kernels take no experts from outside.
+    """A model of this geometry, the same for the same seed. Its router is used: the CPU kernels cannot force routing.
 
-    place     place[layer] is which of the layers in memory a layer of the model uses; a dense layer cannot share one
-              with a layer of experts
-    progress  called after each layer in memory that is made
+    place     place[layer] is the index of the layer in memory that a layer of the model uses; a dense layer cannot
+              share one with an MoE layer
+    progress  called after each layer in memory is made
     """
     random = CpuWeights(config, torch.Generator().manual_seed(seed))
     made: dict[int, Block] = {}
@@ -39,7 +39,7 @@ def random_cpu_k2(
 
 
 class CpuWeights:
-    """Weights that keep activations near 1. A call of each name makes a new one, drawn from the generator."""
+    """Weights that keep activations near 1. Every call draws a new tensor from the generator."""
 
     def __init__(self, config: K2Config, generator: torch.Generator) -> None:
         self._config = config
@@ -54,15 +54,15 @@ class CpuWeights:
         return 1 + 0.1 * self.normal(size)
 
     def weight(self, *shape: int) -> Tensor:
-        """bf16, whose product is about as large as its input."""
+        """bf16, scaled so that a product is about as large as its input."""
         return (self.normal(*shape) * shape[-1] ** -0.5).to(torch.bfloat16)
 
     def matrix(self, *shape: int) -> Matrix:
-        """As `weight`, in the layout that products read."""
+        """As `weight`, in the layout for matmuls."""
         return Matrix.prepare(self.weight(*shape))
 
     def block(self, layer: int) -> Block:
-        """All weights of a layer, with experts where this layer of the model has them."""
+        """All weights of a layer, with experts if this layer of the model has them."""
         c = self._config
         d, width = c.hidden_size, c.shared_intermediate_size if c.is_moe(layer) else c.intermediate_size
         return Block(
@@ -109,7 +109,7 @@ class CpuWeights:
         return stack_experts((one(outputs, inputs) for _ in range(count)), count)
 
     def _int4(self, outputs: int, inputs: int) -> Int4:
-        """Random codes: their deviation is 4.6."""
+        """Random codes; their standard deviation is 4.6."""
         words = outputs, inputs // 8
         packed = torch.randint(-(2**31), 2**31, words, generator=self.generator, dtype=torch.int32)
         scale = torch.full((outputs, inputs // INT4_GROUP), inputs**-0.5 / 4.6, dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
-"""A K2 of any size with random weights, made on the GPU in the kernels' own layouts: for measurements of speed.
+"""A K2 of any size with random weights, made on the GPU in the kernels' layouts, for speed measurements.
 
-What a step reads and computes does not depend on what the weights say. Layers may be one in memory (`place`).
+The time of a step does not depend on the values of the weights. Several layers of the model may share one layer in
+memory (`place`).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +32,11 @@ def random_gpu_k2(
 ) -> GpuK2:
     """A model of this geometry with random weights on the device, the same for the same seed.
 
-    place     place[layer] is which of the layers in memory a layer of the model uses; a dense layer cannot share one
-              with a layer of experts
-    progress  called after each layer in memory that is made
-    group     of ranks, where this one has a part of the model; what all have whole may differ among them, which changes
-              no time
+    place     place[layer] is the index of the layer in memory that a layer of the model uses; a dense layer cannot
+              share one with an MoE layer
+    progress  called after each layer in memory is made
+    group     tensor parallel ranks; this rank's part of the model is made. Replicated weights may differ among ranks,
+              which does not affect speed
     """
     random = _Random(part_of(config, group.ranks), device, seed)
     made: dict[int, GpuBlock] = {}
@@ -57,7 +58,7 @@ class _Random:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, spread: float | None = None) -> Tensor:
-        """bf16; by default with a spread that leaves a product's output as large as its input."""
+        """bf16; the default standard deviation keeps a product's output about as large as its input."""
         whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return whole.normal_(0, shape[-1] ** -0.5 if spread is None else spread, generator=self._generator)
 
@@ -109,9 +110,9 @@ class _Random:
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, notes)
 
     def records(self, records: Records) -> Records:
-        """Any code, and scales that make a product's output about as large as its input: of one power of two.
+        """Random codes, and scales (of one power of two) that make a product's output about as large as its input.
 
-        The spread of codes times scales from 1 to 2 is 7.
+        The standard deviation of codes times scales from 1 to 2 is 7.
         """
         if records.kind == "BF16":
             for expert in records.data:
@@ -124,18 +125,18 @@ class _Random:
         for expert in records.data:
             expert.random_(0, 256, generator=self._generator)
             scales = expert[..., code_bytes:]
-            mantissa = scales[..., 0::2] & 127  # of a bf16: low byte, then the high one
+            mantissa = scales[..., 0::2] & 127  # of a bf16: the low byte comes first
             scales[..., 0::2] = mantissa | ((127 + exponent & 1) << 7)
             scales[..., 1::2] = 127 + exponent >> 1
         return records
 
     def nvfp4(self, records: Records) -> Records:
-        """Block scales from 1 to 1.875; the spread of codes times them is 4.2."""
+        """Block scales from 1 to 1.875; the standard deviation of codes times scales is 4.2."""
         part = records.form.part
         for expert in records.data:
             expert.random_(0, 256, generator=self._generator)
             scales, tail = expert[..., 8 * part : 9 * part], expert[..., 9 * part :]
-            scales.copy_(scales & 7 | 0x38)  # an e4m3's mantissa, and the exponent of 1
+            scales.copy_(scales & 7 | 0x38)  # keeps the e4m3 mantissa and sets the exponent of 1
             whole = torch.full((4,), 1 / (4.2 * records.inputs**0.5), device=self._device)
             tail.copy_(whole.view(torch.uint8).expand_as(tail))
         return records

@@ -1,7 +1,7 @@
-"""A K2 at its true depth without a checkpoint: random weights, of which several layers may be one in memory.
+"""A K2 with its full number of layers but no checkpoint: random weights, several layers sharing one layer in memory.
 
-What a step reads and computes does not depend on what the weights say, so speed is measured, and served, without them.
-On a GPU the experts of each token are given, not chosen (`forced_routing`); a CPU's kernels take none from outside.
+The time of a step does not depend on the values of the weights, so speed can be measured, and a server run, without
+them. On a GPU the experts of each token are forced (`forced_routing`); the CPU kernels do not support that.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ Progress = Callable[[int, int], object]  # (layers made, layers to make)
 
 
 def dense_layers(config: K2Config) -> int:
-    """How many of the model's layers have no experts."""
+    """Number of the model's layers without experts."""
     return min(config.first_k_dense_replace, config.num_hidden_layers)
 
 
 def place_of(config: K2Config, in_memory: int, layer: int, rotation: int = 0) -> int:
-    """Which of the layers in memory a layer of the model uses.
+    """The index of the layer in memory that a layer of the model uses.
 
-    Dense layers lie alone; those with experts share the others in turn, beginning `rotation` places later.
+    Each dense layer has its own; MoE layers use the others round-robin, beginning at offset `rotation`.
     """
     dense = dense_layers(config)
     if layer < dense:
@@ -42,13 +42,13 @@ def place_of(config: K2Config, in_memory: int, layer: int, rotation: int = 0) ->
 
 
 def check_in_memory(config: K2Config, in_memory: int, key: str) -> None:
-    """Raises ConfigError where a model cannot use so many layers. key: what the number is called."""
+    """Raises ConfigError if the model cannot use `in_memory` layers. key: name of the setting, for the message."""
     layers, dense = config.num_hidden_layers, dense_layers(config)
     if in_memory > layers:
         raise ConfigError(f"{key} is {in_memory}; the model has {layers} layers, so at most {layers}")
     if layers > dense and in_memory <= dense:
         raise ConfigError(
-            f"{key} is {in_memory}; layers without experts lie alone ({dense}), so it is at least {dense + 1}"
+            f"{key} is {in_memory}; the {dense} layers without experts are not shared, so it is at least {dense + 1}"
         )
 
 
@@ -60,10 +60,10 @@ def random_k2(
     progress: Progress = lambda made, whole: None,
     group: Group = ALONE,
 ) -> K2:
-    """A model of this geometry, or a rank's part of it on a GPU, for steps of so many tokens at most.
+    """A model of this geometry, or a rank's part of it on a GPU, for steps of at most `tokens` tokens.
 
-    in_memory: layers that lie there; all others are one of them. Raises ConfigError where that is no number of this
-    model, or ranks on a CPU would share it.
+    in_memory: number of distinct layers in memory; the model's layers share them. ConfigError if that number is not
+    valid for this model, or if several ranks are requested on a CPU.
     """
     check_in_memory(config, in_memory, "random_weights")
     if why_not(config, device) is None:
@@ -74,10 +74,10 @@ def random_k2(
 
 
 class ForcedK2(GpuK2):
-    """A model on a GPU whose experts are given, not chosen.
+    """A model on a GPU whose expert choices are forced, not routed.
 
-    routing: int32 [layers, tokens, k]; a step of fewer tokens reads the first of them. It stays where it is, so that
-    recorded steps read what was written there last.
+    routing: int32 [layers, tokens, k]; a step of fewer tokens reads the first of them. Its address never changes, so
+    replayed CUDA graphs read the latest values.
     """
 
     def __init__(self, model: GpuK2, tokens: int) -> None:
@@ -105,7 +105,7 @@ def forced_k2(
     progress: Progress = lambda made, whole: None,
     group: Group = ALONE,
 ) -> ForcedK2:
-    """As `random_k2`, on a GPU; or on a CPU by the emulator of its kernels."""
+    """As `random_k2`, on a GPU, or on a CPU with the emulator of the GPU kernels."""
     return ForcedK2(random_gpu_k2(config, _places(config, in_memory), device, progress=progress, group=group), tokens)
 
 

@@ -1,6 +1,6 @@
-"""Geometries by name, for measurements that need a model's sizes and not its weights.
+"""Model geometries by name, for measurements that need a model's sizes but not its weights.
 
-Written down from the published config.json files; a test holds them against those.
+Copied from the published config.json files; a test compares them.
 """
 
 from dataclasses import replace
@@ -79,7 +79,7 @@ SHAPES = {
 
 
 def shape(name: str) -> K2Config:
-    """The geometry of this name. ConfigError, with the names that there are, where there is none."""
+    """The geometry of this name. ConfigError, with the known names, if there is none."""
     if name not in SHAPES:
         raise ConfigError(f"shape is {name!r}; expected one of {', '.join(SHAPES)}")
     return SHAPES[name]

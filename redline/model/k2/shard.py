@@ -1,8 +1,8 @@
-"""Which part of each weight a rank holds: its heads, its slice of every MLP's width, its rows of the head.
+"""Which part of each weight a tensor parallel rank holds: its heads, its slice of every MLP's width, its head rows.
 
-What all ranks hold whole: norms, the down-projections of attention, the router, the embedding. They are a twentieth of
-what a step of one token reads. Of the down-projections ranks read a part each in steps of few tokens, where that saves
-more than a sum costs (`project_a`); prompts read them whole.
+Replicated on all ranks: norms, the down-projections of attention, the router, the embedding. They are a twentieth of
+the bytes that a one-token step reads. In steps of few tokens each rank reads only a part of the down-projections, if
+that saves more than an all-reduce costs (`project_a`); prefill reads them whole.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 
 RANKS = 1, 2, 4, 8
-ROW_WORDS = 4  # logits of a rank's part are gathered 16 bytes at a time
+ROW_WORDS = 4  # the all-gather of logits moves 16 bytes at a time
 
 
 class Shard(NamedTuple):
-    """A rank's place: `rank` of `ranks`, from 0."""
+    """A rank's position: `rank` of `ranks`, from 0."""
 
     rank: int = 0
     ranks: int = 1
 
     def rows(self, weight: Tensor) -> Tensor:
-        """[N / ranks, ...] of [N, ...]: a view, so of a mapped file nothing else is read."""
+        """[N / ranks, ...] of [N, ...]: a view, so only this part of a mapped file is read."""
         return self._part(weight, 0)
 
     def columns(self, weight: Tensor) -> Tensor:
@@ -37,11 +37,11 @@ class Shard(NamedTuple):
         return self._part(weight, weight.dim() - 1)
 
     def expert_rows(self, weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:
-        """As `rows`, of a weight in any format."""
+        """As `rows`, for a weight in any format."""
         return _of_parts(weight, self.rows)
 
     def expert_columns(self, weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:
-        """As `columns`, of a weight in any format, whose groups stay whole."""
+        """As `columns`, for a weight in any format; quantisation groups are not split."""
         return _of_parts(weight, self.columns)
 
     def _part(self, weight: Tensor, axis: int) -> Tensor:
@@ -64,7 +64,7 @@ def _of_parts(weight: Tensor | Int4 | Nvfp4, part: Callable[[Tensor], Tensor]) -
 
 
 def part_of(config: K2Config, ranks: int) -> K2Config:
-    """The geometry of one rank's part: of what is divided, its share. Vocabulary and embedding stay whole."""
+    """The geometry of one rank's part, with divided sizes reduced. Vocabulary and embedding stay whole."""
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // ranks,
@@ -74,29 +74,29 @@ def part_of(config: K2Config, ranks: int) -> K2Config:
 
 
 def head_left_out(config: K2Config, ranks: int) -> int:
-    """Numbers of the head that a rank does not hold: `part_of` has the whole vocabulary."""
+    """Number of head parameters that a rank does not hold; `part_of` counts the whole vocabulary."""
     head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return head - head // ranks
 
 
 def weight_bytes(config: K2Config, ranks: int) -> int:
-    """Bytes of one rank's weights, as `K2Config.weight_bytes` has the whole model's."""
+    """Bytes of one rank's weights; `K2Config.weight_bytes` is that of the whole model."""
     return part_of(config, ranks).weight_bytes - 2 * head_left_out(config, ranks)
 
 
 def rooms_of(config: K2Config, ranks: int) -> Rooms:
-    """What each rank of a group of GPUs has for itself in the others' inboxes."""
+    """Sizes of the regions that each rank of a GPU group owns in the other ranks' inboxes."""
     c = config
     sizes = c.num_attention_heads // ranks, c.kv_lora_rank, c.qk_rope_head_dim
     return rooms_of_sizes(padded(c.hidden_size, PAD_K), c.vocab_size // ranks, *sizes, c.q_lora_rank + c.kv_width)
 
 
 def check_ranks(config: K2Config, ranks: int) -> None:
-    """Raises ConfigError, with the numbers that would do, where the model does not come apart into so many parts."""
+    """Raises ConfigError, with the possible numbers, if the model cannot be divided over `ranks` ranks."""
     faults = {each: _fault(config, each) for each in RANKS}
     if ranks not in RANKS or faults[ranks] is not None:
         possible = ", ".join(str(each) for each in RANKS if faults[each] is None)
-        reason = faults.get(ranks) or "a host has as many GPUs as a power of two"
+        reason = faults.get(ranks) or "the number of GPUs of a host is a power of two"
         raise ConfigError(f"engine.ranks is {ranks}; expected one of {possible} for this model: {reason}")
 
 

@@ -1,7 +1,7 @@
-"""Writing checkpoints that every reader of the Hugging Face layout understands: shards, index, config.json.
+"""Writes checkpoints in the Hugging Face layout: shards, index, config.json.
 
-`write_checkpoint` streams, so a model is never in memory as a whole. `k25_config` is the config.json of Kimi K2.5 and
-later for any geometry. `random_checkpoint` makes a model of random weights in every layout of the family.
+`write_checkpoint` streams, so the whole model is never in memory. `k25_config` returns the config.json of Kimi K2.5 and
+later for any geometry. `random_checkpoint` writes a model of random weights in every layout of the family.
 """
 
 import json
@@ -31,7 +31,7 @@ from redline.model.k2.config import (
 from redline.model.k2.write_quantized import quantization_config
 from redline.ops.formats import INT4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
-# k25: K2.5 and later. k25-short: the same without `.model.`, as some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
+# k25: K2.5 and later. k25-short: without `.model.`, as in some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
 Layout = Literal["k25", "k25-short", "k2"]
 
 SHARD_BYTES = 14_000_000
@@ -46,7 +46,7 @@ _FORMATS: dict[str, Quantization] = {
     "fp8": Fp8Blocks(128, 128),
 }
 _INPUT_SCALE = {"ModelOpt": "input_scale", "compressed-tensors": "input_global_scale"}
-_FP8_MAX = 448.0  # the largest e4m3
+_FP8_MAX = 448.0  # the largest finite e4m3
 
 
 def write_checkpoint(
@@ -55,13 +55,13 @@ def write_checkpoint(
     config: dict[str, Any],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `model-00001-of-000NN.safetensors`, their index and config.json into `folder`, which is made if needed.
+    """Writes `model-00001-of-000NN.safetensors`, their index and config.json into `folder`, created if missing.
 
-    tensors      (stored name, CPU tensor that shares no memory with another); at most one shard of them is held
-    shard_bytes  of tensor data in a file; a tensor larger than that gets a file of its own
+    tensors      (stored name, CPU tensor that shares no memory with another); at most one shard of them is in memory
+    shard_bytes  maximum bytes of tensor data in a file; a larger tensor gets a file of its own
 
-    Replaces a checkpoint that is there, once all that is new is written: where the disk is full before, the old one is
-    as it was. Shards get their names first, and the index comes last: a folder with an index is whole.
+    An existing checkpoint is replaced only after all new data is written: if the disk is full, it stays unchanged.
+    Shards are renamed first, and the index last, so a folder with an index is complete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def write_checkpoint(
             path = building / str(len(shards))
             save_file(shard, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes files that only their owner can read
-            del shard  # before the next one is gathered
+            del shard  # free it before the next one is gathered
         files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -93,7 +93,7 @@ def write_checkpoint(
 
 
 def checkpoint_names(config: K2Config, layout: Layout = "k25") -> dict[str, str]:
-    """Logical name -> stored name of every weight. INT4 writes three tensors under a name: see `int4_tensors`."""
+    """Logical name -> stored name of every weight. An INT4 weight has three stored tensors: see `int4_tensors`."""
     return {weight.name: stored_name(weight.name, layout) for weight in weights(config)}
 
 
@@ -103,7 +103,7 @@ def stored_name(name: str, layout: Layout = "k25") -> str:
 
 
 def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
-    """What stands in a file for an INT4 weight [N, K] of this stored name (`...gate_proj.weight`): (name, tensor)."""
+    """The stored tensors of an INT4 weight [N, K] with this stored name (`...gate_proj.weight`): (name, tensor)."""
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
 
@@ -111,9 +111,9 @@ def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
 def nvfp4_tensors(
     name: str, weight: Nvfp4, maker: Maker = "ModelOpt", input_scale: Tensor | None = None
 ) -> list[tuple[str, Tensor]]:
-    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under the maker's names: (name, tensor).
+    """The stored tensors of an NVFP4 weight [N, K] with this stored name, under the maker's names: (name, tensor).
 
-    input_scale: float32, one number: the tensor scale of its 4-bit activations; None: none is written.
+    input_scale: float32, one number: the tensor scale of its 4-bit activations. None omits it.
     """
     packed, whole = NVFP4_NAMES[maker]
     scales = [(name + whole, weight.scale)]
@@ -124,9 +124,9 @@ def nvfp4_tensors(
 
 
 def kv_scale_tensors(at: str, scale: float, maker: Maker) -> list[tuple[str, Tensor]]:
-    """What stands in a file for the scale of a layer's fp8 KV cache: (name, float32 tensor), under the maker's names.
+    """The stored tensors of the scale of a layer's fp8 KV cache: (name, float32 tensor), under the maker's names.
 
-    at: the stored name of its attention. Keys and values are one latent row, so both scales are this one.
+    at: the stored name of the layer's attention. Keys and values share one latent row, so both scales are equal.
     """
     names = ("k_proj.k_scale", "v_proj.v_scale") if maker == "ModelOpt" else ("k_scale", "v_scale")
     shape = () if maker == "ModelOpt" else (1,)
@@ -134,7 +134,7 @@ def kv_scale_tensors(at: str, scale: float, maker: Maker) -> list[tuple[str, Ten
 
 
 def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
-    """The inverse of `redline.model.k2.checkpoint.dequantize_fp8`, to e4m3's nearest.
+    """The inverse of `redline.model.k2.checkpoint.dequantize_fp8`, rounded to nearest.
 
     weight [N, K] -> (float8_e4m3fn [N, K], scale_inv float32 [ceil(N / rows), ceil(K / columns)])
     """
@@ -155,10 +155,11 @@ def k25_config(
     media_placeholder_token_id: int | None = None,
     vision_config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json as Moonshot's files of K2.5 and later have it; for layout "k2", the flat one of K2 and K2-Thinking.
+    """config.json in the form of Moonshot's K2.5 and later; for layout "k2", the flat form of K2 and K2-Thinking.
 
-    `K2Config.from_dict` of it gives `config` again. A text-only file has no vision_config. Left out of the published
-    files' keys: generation defaults, which nobody reads, and auto_map, which names code that is not in the folder.
+    `K2Config.from_dict` of it returns an equal config. A text-only file has no vision_config. Of the published files'
+    keys these are omitted: generation defaults, which no reader uses, and auto_map, which names code that is not in the
+    folder.
     """
     text: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -193,9 +194,9 @@ def k25_config(
 
 
 def k25_preprocessor_config() -> dict[str, Any]:
-    """preprocessor_config.json as K2.5 and later have it: how images and videos become patches of the vision tower.
+    """preprocessor_config.json of K2.5 and later: how images and videos become patches of the vision tower.
 
-    Redline reads no images. vLLM opens no checkpoint of this architecture without the file, whatever it is asked.
+    Redline reads no images. vLLM needs the file to open any checkpoint of this architecture, even for text only.
     """
     return {
         "media_proc_cfg": {
@@ -216,9 +217,9 @@ def k25_preprocessor_config() -> dict[str, Any]:
 
 
 def tiny_config(**changes: Any) -> K2Config:
-    """A model of 0.3 million parameters that has every part: a dense layer, two of experts, YaRN, INT4 experts.
+    """A model of 0.3 million parameters with every component: a dense layer, two MoE layers, YaRN, INT4 experts.
 
-    changes: fields of K2Config that are to be otherwise.
+    changes: fields of K2Config to override.
     """
     values: dict[str, Any] = {
         "hidden_size": 64,
@@ -269,10 +270,10 @@ def random_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     experts_alike: bool = False,
 ) -> K2Config:
-    """Writes a model of random weights, streamed, and gives the config as it will be read: `config`, so quantised.
+    """Writes a model of random weights, streamed. Returns the config that a reader gets: `config` with `quantization`.
 
     shard_bytes    as in `write_checkpoint`
-    experts_alike  every expert holds the weights of the first: as large, and written at the speed of the disk
+    experts_alike  all experts have the first one's weights: the size is the same, and writing is as fast as the disk
     """
     config = replace(config, low_rank_norm_eps=config.rms_norm_eps, quantization=_FORMATS[quantization])
     tensors = _random_tensors(config, seed, layout, experts_alike)
@@ -281,10 +282,10 @@ def random_checkpoint(
 
 
 def sparse_checkpoint(folder: Path | str, config: K2Config, layers: Collection[int], seed: int = 0) -> None:
-    """Writes an INT4 checkpoint whose files have the names and sizes of a whole one, and random weights in `layers`.
+    """Writes an INT4 checkpoint with the file names and sizes of a complete one, and random weights only in `layers`.
 
-    The rest is holes: a Kimi K2.6 of 594 GB takes as much of the disk as the layers have. A shard holds a layer, with
-    the embedding in front of the first, the last norm and the head behind the last. All experts of a layer are alike.
+    The rest of the files is holes: a Kimi K2.6 of 594 GB uses only the disk space of `layers`. Each shard is one layer;
+    the first also has the embedding, the last also has the last norm and the head. All experts of a layer are equal.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -323,7 +324,7 @@ def sparse_checkpoint(folder: Path | str, config: K2Config, layers: Collection[i
 
 
 def _int4_entries(weight: Weight) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(stored name, dtype, shape) of what `_stored_form` makes of a weight in INT4."""
+    """(stored name, dtype, shape) of the tensors that `_stored_form` makes of an INT4 weight."""
     name = stored_name(weight.name)
     if weight.kind != "expert":
         return [(name, "F32" if name.endswith("e_score_correction_bias") else "BF16", weight.shape)]
@@ -349,7 +350,7 @@ def _random_tensors(config: K2Config, seed: int, layout: Layout, experts_alike: 
 
 
 def _random(weight: Weight, generator: torch.Generator) -> Tensor:
-    """Float32. Scaled so that activations neither vanish nor grow; norms near 1, so that a forgotten one shows."""
+    """Float32. Scaled so that activations neither vanish nor grow; norms are near 1, not 1, so an omitted one shows."""
     values = torch.randn(weight.shape, generator=generator)
     if weight.name.endswith("norm.weight"):
         return 1 + 0.1 * values
@@ -368,7 +369,7 @@ def _stored_form(name: str, values: Tensor, weight: Weight, quantization: Quanti
             codes, scale_inv = quantize_fp8(values, block)
             return [(name, codes), (f"{name}_scale_inv", scale_inv)]
         case _:
-            # The correction bias decides near-ties, so it keeps float32, as transformers and vLLM hold it.
+            # The correction bias decides near-ties, so it stays float32, as in transformers and vLLM.
             dtype = torch.float32 if weight.name.endswith("e_score_correction_bias") else torch.bfloat16
             return [(name, values.to(dtype))]
 
@@ -390,7 +391,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-# Fields of K2Config whose key and value in config.json are the same.
+# Fields of K2Config with the same key and value in config.json.
 _AS_THEY_ARE = (
     "vocab_size",
     "hidden_size",

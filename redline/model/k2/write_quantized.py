@@ -1,7 +1,7 @@
-"""How a config.json says in what form its weights are stored, as the makers of the formats say it.
+"""The quantization settings of a config.json, in the form that the makers of the formats write.
 
-`quantization_config` is that part of it; `requantized` puts it into the config.json of a checkpoint that was stored
-otherwise. Nothing else of the file is touched.
+`quantization_config` returns that section; `requantized` puts it into the config.json of a checkpoint that was stored
+in another format. All other keys of the file are unchanged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from redline import __version__
 from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization, Unquantized
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
-# Of INT4's published files. The last pattern means the dense layers alone: a routed expert reads
+# From the published INT4 files. The last pattern matches only dense layers: a routed expert's name contains
 # `mlp.experts.N.gate_proj`.
 DENSE = r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
 INT4_KEPT = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", DENSE)
@@ -24,12 +24,12 @@ def quantization_config(
     activations: bool = True,
     kv_scales: bool = False,
 ) -> dict[str, Any]:
-    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them.
+    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, and NVIDIA's NVFP4 versions.
 
-    kept         modules that are not quantised, in the format's own patterns: ModelOpt's are globs,
-                 compressed-tensors' names or `re:` expressions. None: as published, or of NVFP4 the head alone
-    activations  of NVFP4: whether the files hold scales for 4-bit activations
-    kv_scales    of NVFP4: whether they hold scales for an fp8 KV cache
+    kept         modules that are not quantised, as patterns of the format: globs for ModelOpt, names or `re:`
+                 expressions for compressed-tensors. None: as published, or for NVFP4 only the head
+    activations  NVFP4: whether the files have scales for 4-bit activations
+    kv_scales    NVFP4: whether the files have scales for an fp8 KV cache
     """
     match quantization:
         case Nvfp4Experts("ModelOpt"):
@@ -50,9 +50,9 @@ def quantization_config(
 def requantized(
     values: Mapping[str, Any], quantization: Quantization, kept: Sequence[str], *, activations: bool, kv_scales: bool
 ) -> dict[str, Any]:
-    """The config.json `values` of a checkpoint whose weights are now stored so. The others: see above.
+    """The config.json `values` of a checkpoint whose weights are now in `quantization`. Other arguments: see above.
 
-    INT4 stands where Moonshot's files have it, inside text_config; NVFP4 at the top, as in NVIDIA's.
+    INT4 settings go inside text_config, as in Moonshot's files; NVFP4 settings at the top level, as in NVIDIA's.
     """
     found = {key: value for key, value in values.items() if key != "quantization_config"}
     if "text_config" in found:
@@ -67,7 +67,7 @@ def requantized(
 
 
 def hf_quant_config(kept: Sequence[str], *, activations: bool, kv_scales: bool) -> dict[str, Any]:
-    """hf_quant_config.json, which ModelOpt writes beside config.json and older readers look for."""
+    """hf_quant_config.json, which ModelOpt writes next to config.json and older readers look for."""
     quantization: dict[str, Any] = {
         "quant_algo": _algorithm(activations),
         "kv_cache_quant_algo": "FP8" if kv_scales else None,
@@ -77,7 +77,7 @@ def hf_quant_config(kept: Sequence[str], *, activations: bool, kv_scales: bool) 
     return {"producer": _PRODUCER, "quantization": quantization}
 
 
-# vLLM opens a hf_quant_config.json of this producer alone: the name is the format's.
+# vLLM accepts a hf_quant_config.json only from this producer: the name belongs to the format.
 _PRODUCER = {"name": "modelopt", "version": f"redline {__version__}"}
 
 
@@ -117,7 +117,7 @@ def _compressed_tensors_nvfp4(kept: Sequence[str], activations: bool, kv_scales:
     }
     group: dict[str, Any] = {
         "format": "nvfp4-pack-quantized",
-        # A scale for each block as the token comes, under the one of the whole tensor that the file holds.
+        # Dynamic block scales, computed per token, under the tensor-wide scale that the file has.
         "input_activations": {**e2m1, "dynamic": "local", "observer": "static_minmax"} if activations else None,
         "output_activations": None,
         "targets": ["Linear"],

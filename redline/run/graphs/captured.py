@@ -63,7 +63,7 @@ from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
 from redline.run.sampling.on_host import is_greedy, is_narrowed
 from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.wire.step import CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HOST_BUFFERS = 8  # plans or results that the host may still hold: two per step if a prompt ends in it
 FOR_EVER = 1 << 62  # larger than any slot's length
@@ -143,7 +143,7 @@ class _Way(NamedTuple):
     scores: bool  # log probabilities of its tokens are requested
 
 
-class Wants(NamedTuple):
+class SamplingNeeds(NamedTuple):
     """The requirements of a step's decode rows on `settle`, all together."""
 
     refusal: str | None  # why the step must run eagerly, in a word or two; None: it can be replayed
@@ -152,7 +152,7 @@ class Wants(NamedTuple):
     scores: bool = False  # log probabilities of some row's tokens are requested
 
 
-class Replay:
+class GraphReplay:
     """A replayed step that may still run. Any thread may ask for its outcomes.
 
     The first call waits for the device, and advances the grammars of the step's slots over the new tokens. All outcomes
@@ -166,7 +166,7 @@ class Replay:
         positions: int,
         buffers: HostBuffers,
         wait: Callable[[], None],
-        before: "Replay | None" = None,
+        before: "GraphReplay | None" = None,
         *,
         scored: bool,
     ) -> None:
@@ -247,7 +247,7 @@ class _Recorded(NamedTuple):
     draft: tuple[Piece, ...]
 
 
-class CapturedSteps:
+class CudaGraphRunner:
     """The CUDA graphs of one runner, by shape. Only the thread that runs its steps calls this."""
 
     def __init__(self, shared: SharedState, positions: int) -> None:
@@ -263,10 +263,10 @@ class CapturedSteps:
         ]
         self._nothing_new = _nothing_new(shared)
         self._count = 0
-        self._replays: deque[Replay] = deque()  # replays that are not yet in the host's copies of the slots
+        self._replays: deque[GraphReplay] = deque()  # replays that are not yet in the host's copies of the slots
         self._recorded: dict[Shape, _Recorded] = {}
         self._ways: list[_Way | None] = [None] * len(shared.slots.at)
-        self.report = Recorded()  # the captured shapes; any thread may read it
+        self.report = CapturedShapes()  # the captured shapes; any thread may read it
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
         wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
         # The largest first: all others reuse the memory that it has allocated between its graphs.
@@ -285,7 +285,7 @@ class CapturedSteps:
             made = self._record(shape)
             if made is not None:
                 self._recorded[shape] = made
-        self.report = Recorded(shapes=tuple(self._recorded))
+        self.report = CapturedShapes(shapes=tuple(self._recorded))
         _log.info(
             "captured CUDA graphs of %d of %d decode shapes in %.1f s; %d more will be captured while idle",
             *(len(self._recorded), len(self._first), clock.perf_counter() - began, len(self._left)),
@@ -311,7 +311,7 @@ class CapturedSteps:
             _log.warning("CUDA graph of %s cannot be captured: %s", shape, error)
         if made is not None:
             self._recorded[shape] = made
-            self.report = Recorded(shapes=tuple(self._recorded))
+            self.report = CapturedShapes(shapes=tuple(self._recorded))
             _log.info(
                 "captured a CUDA graph of %s in %.1f s: %d shapes captured, %d left",
                 *(shape, clock.perf_counter() - began, len(self._recorded), len(self._left)),
@@ -349,21 +349,21 @@ class CapturedSteps:
         settle = dict(zip(kinds, settled, strict=True))
         return _Recorded(step, forward, settle, rest[0] if scored else None, tuple(rest[len(scores) :]))
 
-    def wants(self, step: Step) -> Wants:
+    def wants(self, step: Step) -> SamplingNeeds:
         """The requirements of a step of decode rows, with a refusal unless its shape is captured here and holds it."""
         wants, shape, at = self.asked(step.rows), step.shape, self._slots.at
         if wants.refusal is not None:
             return wants
         recorded = None if shape is None else self._recorded.get(shape)
         if shape is None or recorded is None or shape.rows < len(step.rows):
-            return Wants("shape")
+            return SamplingNeeds("shape")
         if (wants.kind, wants.adjusted) not in recorded.settle or (wants.scores and recorded.score is None):
-            return Wants("shape")
+            return SamplingNeeds("shape")
         if shape.longest < PAGE_TOKENS * max([at[row.slot].pages + len(row.new_pages) for row in step.rows]):
-            return Wants("shape")
+            return SamplingNeeds("shape")
         return wants
 
-    def asked(self, rows: Sequence[Row]) -> Wants:
+    def asked(self, rows: Sequence[Row]) -> SamplingNeeds:
         """The requirements of the rows, found in one pass over them: at 64 rows the host's time counts."""
         at, ways = self._slots.at, self._ways
         kind, adjusted, scores = SamplingKind.LIKELIEST, False, False
@@ -372,17 +372,19 @@ class CapturedSteps:
             if way is None or way.slot is not slot:
                 way = self._way(row.slot)
             if slot.error is not None:
-                return Wants("error")
+                return SamplingNeeds("error")
             if way.refusal is not None:
-                return Wants(way.refusal)
+                return SamplingNeeds(way.refusal)
             if row.drafting and slot.behind:
-                return Wants("a page's first row")  # the drafter's row needs the feature that the last page keeps
+                return SamplingNeeds(
+                    "a page's first row"
+                )  # the drafter's row needs the feature that the last page keeps
             if way.kind > kind:
                 kind = way.kind
             # The slot's length on the device may be larger than the host's copy, never smaller.
             adjusted = adjusted or slot.length < way.until or self._has_masks(slot)
             scores = scores or way.scores
-        return Wants(None, kind, adjusted, scores)
+        return SamplingNeeds(None, kind, adjusted, scores)
 
     def masks(self, rows: Sequence[Row], positions: int) -> Mapping[int, Callable[[], Tensor]]:
         """For each row with a grammar, by its place in the step: a function that returns its masks, which `launch`
@@ -418,7 +420,9 @@ class CapturedSteps:
         slot.coming = slot.matcher.forced_behind(drafts)
         return slot.matcher.masks(drafts)
 
-    def launch(self, step: Step, wants: Wants, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
+    def launch(
+        self, step: Step, wants: SamplingNeeds, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS
+    ) -> GraphReplay:
         """Launches the step without waiting for it.
 
         wants: the step's, without a refusal. masks: by place among the step's rows, a function that returns the allowed
@@ -455,7 +459,7 @@ class CapturedSteps:
         self._plan(shape, rows, masks, plan)
         self._shared.plan.copy_(plan, non_blocking=True)
 
-    def fetch(self, step: Step, shape: Shape, wants: Wants) -> Replay:
+    def fetch(self, step: Step, shape: Shape, wants: SamplingNeeds) -> GraphReplay:
         """Starts the copy of the results of the rows that were sent in this shape, without waiting for it."""
         buffers = self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
@@ -465,7 +469,7 @@ class CapturedSteps:
             buffers.scores[:scored].copy_(self._shared.scores[:scored], non_blocking=True)
         slots = [self._slots.at[row.slot] for row in step.rows]
         before = self._replays[-1] if self._replays else None
-        replay = Replay(step, slots, shape.positions, buffers, self.mark(), before, scored=wants.scores)
+        replay = GraphReplay(step, slots, shape.positions, buffers, self.mark(), before, scored=wants.scores)
         self._replays.append(replay)
         return replay
 
@@ -483,7 +487,7 @@ class CapturedSteps:
         while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
             self._note(self._replays.popleft())
 
-    def _note(self, replay: Replay) -> None:
+    def _note(self, replay: GraphReplay) -> None:
         for row, slot, outcome in zip(replay.step.rows, replay.slots, replay.outcomes, strict=True):
             if outcome.tokens and self._slots.at[row.slot] is slot:  # else another job has the slot by now
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best
-from redline.kernels.hopper.step.adjust import SlotWishes, adjust, count_tokens
+from redline.kernels.hopper.step.adjust import LogitAdjustments, adjust, count_tokens
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
@@ -102,7 +102,7 @@ class SharedState:
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
         count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_STEP
-        self.wishes = SlotWishes.empty(count, vocabulary, model.device)
+        self.wishes = LogitAdjustments.empty(count, vocabulary, model.device)
         self.masks = torch.full((positions, -(-vocabulary // 32)), -1, dtype=torch.int32, device=model.device)
         self.scores = torch.zeros(positions, TOP_LOGPROBS.stop, dtype=torch.float64, device=model.device)
         self.shares = torch.tensor(shares_of(rates), device=model.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
 from redline.run.drafting.learned import Drafting
-from redline.run.graphs.captured import CapturedSteps, HostBuffers, Replay
+from redline.run.graphs.captured import CudaGraphRunner, GraphReplay, HostBuffers
 from redline.run.graphs.decode_step import DecodeStep, SharedState
 from redline.run.layer_marks import LayerMarks
 from redline.run.slots import Span
@@ -29,7 +29,7 @@ class PromptChunks:
     """The prompt chunks of one runner. Only the thread that runs its steps calls this; any thread may wait for a
     result."""
 
-    def __init__(self, shared: SharedState, captured: CapturedSteps, drafting: Drafting) -> None:
+    def __init__(self, shared: SharedState, captured: CudaGraphRunner, drafting: Drafting) -> None:
         self._shared = shared
         self._captured = captured
         self._drafting = drafting
@@ -76,7 +76,7 @@ class PromptChunks:
 
         return result
 
-    def _run(self, number: int, spans: Sequence[Span], marks: LayerMarks | None) -> Replay:
+    def _run(self, number: int, spans: Sequence[Span], marks: LayerMarks | None) -> GraphReplay:
         """Launches the positions; returns the replay of the rows that sample, in their order."""
         shared = self._shared
         reading = any(span.row.drafting for span in spans)
@@ -94,7 +94,7 @@ class PromptChunks:
         step = Step(number=number, rows=tuple(self._ending(spans[i].row) for i in sampling))
         if not sampling:
             nothing = HostBuffers(shared.plan, shared.results, shared.scores)
-            return Replay(step, (), 1, nothing, self._captured.mark(), scored=False)
+            return GraphReplay(step, (), 1, nothing, self._captured.mark(), scored=False)
         return self._end(step, _rows(hidden_TD, ends), None if features_TF is None else _rows(features_TF, ends))
 
     def _ending(self, row: Row) -> Row:
@@ -102,7 +102,7 @@ class PromptChunks:
         drafting = row.drafting and not self._shared.slots.at[row.slot].behind
         return msgspec.structs.replace(row, new_pages=(), drafting=drafting)
 
-    def _end(self, step: Step, hidden_RD: Tensor, features_RF: Tensor | None) -> Replay:
+    def _end(self, step: Step, hidden_RD: Tensor, features_RF: Tensor | None) -> GraphReplay:
         captured, rows = self._captured, step.rows
         end = _ChunkEnd(self._shared, len(rows))
         asked = captured.asked(rows)

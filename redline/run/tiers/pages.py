@@ -16,7 +16,7 @@ from torch import Tensor
 
 from redline.kernels.by_chip import checksum, checksums
 from redline.ops import checksum as meaning
-from redline.run.handoff import Parcels
+from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
 from redline.wire.job import PageHash, PageId
 
@@ -47,7 +47,7 @@ class WholePages:
         layers, _, width = self._planes_LPB.shape
         self._sizes = layers * width, self._draft_PB.shape[1], self._tails_PB.shape[1]
         self.size = sum(self._sizes)  # bytes per page
-        self.format = Parcels(kv, self.size).format
+        self.format = KvChunkLayout(kv, self.size).format
         self.device = kv.planes.device
         self.nobody = PageId(kv.pages)  # the spare page, for writes to be discarded
         self._gpu = self.device.type == "cuda"

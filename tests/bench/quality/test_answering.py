@@ -1,4 +1,4 @@
-"""Prompts reach the engine as its template writes them, and its tokens come back as answers."""
+"""Prompts reach the engine as its template renders them, and its tokens come back as answers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ HELLO = Prompt(kind="chat", messages=(Turn(role="user", content="hello"),), chec
 
 
 class Script:
-    """An engine that says what it is told to, one token per delta, the jobs in reverse order."""
+    """An engine that generates the given answers, one token per delta, the jobs in reverse order."""
 
     style = K2_6
     fingerprint = "script"
@@ -121,7 +121,7 @@ def test_an_evaluation_that_was_stopped_asks_only_what_is_left(tokenizer: Tokeni
     kept = Kept(Greedy(script), file)
     answers = kept.answer(prompts, lambda: ended.append("one"))
     assert [answer.content for answer in answers] == ["hello", "bye"]
-    assert len(script.jobs) == 1, "the second was answered first, and kept"
+    assert len(script.jobs) == 1, "the second was answered first, and its answer is stored"
     assert len(ended) == 2
     assert kept.earlier_s > 0
     kept.forget()

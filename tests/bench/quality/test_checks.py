@@ -1,4 +1,4 @@
-"""Every kind of check, with answers that are right and answers that are wrong in the ways that models are."""
+"""Every kind of check, with correct answers, and with wrong answers of the kinds that models give."""
 
 from typing import Any
 

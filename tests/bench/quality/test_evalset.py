@@ -56,7 +56,7 @@ def test_an_answer_that_fails_its_own_check_is_noticed() -> None:
 
 
 def shared(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+    """The number of characters in the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation reports, with a checkpoint that answers by rote."""
+"""The figures that an evaluation reports, for a checkpoint with fixed answers."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def write_sets(folder: Path, **sets: list[dict[str, Any]]) -> Path:
 
 
 class Rote:
-    """Knows its answers by the question."""
+    """Looks its answers up by the question."""
 
     fingerprint = "rote"
 
@@ -105,7 +105,7 @@ def test_prompts_that_are_too_long_are_said_beside_the_figures(tmp_path: Path) -
 
     report = grade_all(folder, refusing)
     assert (report.refused, report.rows[-1].right) == (1, 0)
-    assert "1 prompts were not answered" in caption(report)
+    assert "1 prompts were rejected" in caption(report)
     assert "not answered" not in caption(grade_all(folder, opened))
 
 
@@ -147,7 +147,7 @@ def test_a_folder_without_sets_is_told_to_name_them(tmp_path: Path) -> None:
     def never(folder: Path) -> Any:
         raise AssertionError("opened")
 
-    with pytest.raises(ConfigError, match=r"eval: no evaluation sets; name a folder of them with --sets"):
+    with pytest.raises(ConfigError, match=r"eval: no evaluation sets; name their folder with --sets"):
         grade_all(tmp_path, never)
 
 

@@ -1,4 +1,4 @@
-"""Model-written code is contained: what it tries, it cannot do, and the next candidate is unharmed."""
+"""Model-written code is contained: its attempts fail, and the next candidate is unharmed."""
 
 import socket
 import subprocess
@@ -13,7 +13,7 @@ from redline.bench.quality.run_code import Candidate, Outcome
 from tests.waiting import until
 
 HOLDS = "assert f() == 1"
-WALL_S = 120.0  # on a busy machine too a child comes to its end in it
+WALL_S = 120.0  # long enough for a child to finish on a busy machine
 
 
 def run_asserts(candidate: Candidate) -> Outcome:
@@ -21,7 +21,7 @@ def run_asserts(candidate: Candidate) -> Outcome:
 
 
 def attempt(body: str, wall_s: float = WALL_S) -> str:
-    """Why a candidate whose function has this body did not pass."""
+    """The reason why a candidate function with this body did not pass."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     outcome = run_code.run_asserts(Candidate(f"def f():\n{lines}\n    return 1", HOLDS, "f"), wall_s)
     assert not outcome.passed
@@ -53,7 +53,7 @@ def test_a_child_that_sleeps_ends_also_where_nobody_is_left_to_kill_it() -> None
 
 
 def _child_of(pid: int) -> int:
-    """One that runs the candidate: it has given up its descriptors before."""
+    """A child that runs the candidate: its limit of open files is zero by then."""
 
     def found() -> int | None:
         with suppress(OSError):

@@ -24,7 +24,7 @@ def answer(
     extra: dict[str, Any] | None = None,
     **more: Any,
 ) -> Answer:
-    """at: seconds after sent of each chunk. kinds: a letter for each, a, t or c; absent: all of the answer."""
+    """at: seconds from `sent` to each chunk. kinds: a letter for each chunk, a, t or c; default: all answer chunks."""
     begun = planned if sent is None else sent
     names: dict[str, Kind] = {"a": "answer", "t": "thinking", "c": "tool"}
     rows = zip(at, kinds or "a" * len(at), tokens or (None,) * len(at), strict=True)

@@ -15,7 +15,7 @@ def answer(
     failure: Failure | None = None,
     name: str = "",
 ) -> Answer:
-    """An answer whose chunks are (time, text, kind). tokens: as usage says; counted: every event says one token."""
+    """An answer with chunks of (time, text, kind). tokens: count in usage; counted: every event reports one token."""
     usage = Usage(prompt_tokens=prompt, completion_tokens=tokens, reasoning_tokens=reasoning, accepted_tokens=accepted)
     return Answer(
         index=index,
@@ -36,13 +36,13 @@ def answer(
 
 
 def steady(first: float, gap: float, tokens: int, *, index: int = 0, sent: float = 0.0, thought: int = 0) -> Answer:
-    """One token an event: the first `first` seconds after it was sent, then one every `gap`; `thought` of thinking."""
+    """One token an event: the first after `first` seconds, then one every `gap`; the first `thought` are thinking."""
     kinds: list[Kind] = ["thinking" if at < thought else "answer" for at in range(tokens)]
     chunks: list[tuple[float, str, Kind]] = [(sent + first + gap * at, "ab ", kind) for at, kind in enumerate(kinds)]
     return answer(*chunks, index=index, sent=sent, tokens=tokens)
 
 
 def run(*answers: Answer, seconds: float = 10.0, stopped: bool = False, cpu_share: float = 0.1) -> Run:
-    """A run of these."""
+    """A run of these answers."""
     generator = GeneratorLoad(cpu_share=cpu_share, lag_p50=0.0, lag_p99=0.001, lag_most=0.002, late_sends=0)
     return Run(began=0.0, seconds=seconds, answers=answers, generator=generator, stopped=stopped)

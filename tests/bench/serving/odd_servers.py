@@ -1,4 +1,4 @@
-"""Loopback servers for the tests of the HTTP client, which write whatever bytes a test wants."""
+"""Loopback servers for the tests of the HTTP client, which write exactly the bytes that a test passes."""
 
 import asyncio
 import ssl
@@ -17,20 +17,20 @@ from tests.waiting import turns
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
-IDLE_S = 0.02  # a loop with sockets that has had no event for so long has nothing left to do
+IDLE_S = 0.02  # seconds without an event after which an event loop with sockets counts as idle
 HI = Ask(max_tokens=4, text="hi")
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 def event(delta: dict[str, Any] | None = None, finish: str | None = None, **fields: Any) -> bytes:
-    """One event of a chat's stream; fields: of the event, in place of its choice where they name choices."""
+    """One event of a chat's stream. fields: further fields of the event; `choices` replaces the default choice."""
     choice = {"index": 0, "delta": delta or {}, "finish_reason": finish}
     return b"data: " + msgspec.json.encode({"choices": [choice], **fields}) + b"\n\n"
 
 
 def said(*texts: str) -> bytes:
-    """A whole stream: a role, these texts, a finish, usage and the end."""
+    """A whole stream: a role, these texts, a finish_reason, usage and the end."""
     usage = {"prompt_tokens": 3, "completion_tokens": len(texts)}
     parts = [event({"role": "assistant", "content": ""}), *(event({"content": text}) for text in texts)]
     return b"".join((*parts, event(finish="stop"), event(choices=[], usage=usage), DONE))
@@ -42,7 +42,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def whole(body: bytes, status: str = "200 OK", kind: str = "application/json") -> bytes:
-    """A response whose body has a length."""
+    """A response with a Content-Length."""
     head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
@@ -51,7 +51,7 @@ def whole(body: bytes, status: str = "200 OK", kind: str = "application/json") -
 async def serving(reply: Reply, context: ssl.SSLContext | None = None) -> AsyncGenerator[tuple[int, list[bytes]]]:
     """A server that answers each request with `reply`, which may close the connection.
 
-    Gives its port, and the requests as they come: head and body.
+    Yields its port, and the list of requests received: head and body.
     """
     requests: list[bytes] = []
     writers: list[asyncio.StreamWriter] = []
@@ -89,8 +89,8 @@ def target(port: int, **fields: Any) -> Target:
 
 
 async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fields: Any) -> Answer:
-    """What the client makes of these bytes, each written on its own, by a clock that goes on where nothing else is left
-    to do. close: the connection ends after them. pause: seconds behind each."""
+    """The client's answer to a response of these parts, each written separately, with a clock that jumps ahead
+    whenever the event loop is idle. close: close the connection afterwards. pause: seconds after each part."""
 
     async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
         for part in parts:

@@ -1,7 +1,7 @@
-"""How a scripted server behaves: when each event of an answer leaves, what it says, and what goes wrong.
+"""The behaviour of a scripted server: when each event of an answer is sent, its content, and its faults.
 
-A `Script` is the behaviour of one answer, `Play` says which request gets which script, and `Logged` is what really
-happened. The bytes of events are built once and kept: a server that measures a client must cost little itself.
+A `Script` is the behaviour of one answer, `Play` chooses the script of a request, and `Logged` is the record of the
+actual times. The bytes of events are built once and cached: a server that measures a client must use little CPU.
 """
 
 import random
@@ -15,16 +15,16 @@ from redline.wire.base import Record
 
 Fault = Literal[
     "status",  # an HTTP error (`Script.status`) with a JSON body
-    "stall",  # says nothing more, and keeps the connection open
+    "stall",  # sends nothing more, and keeps the connection open
     "drop",  # closes the connection
     "reset",  # resets the connection
     "cut",  # closes the connection in the middle of the next event
-    "not_json",  # an event that is no JSON, then goes on
-    "not_http",  # a response that is no HTTP
+    "not_json",  # one event that is not JSON, then continues
+    "not_http",  # a response that is not HTTP
     "error",  # an event with an error, and the end of the response
     "short",  # ends the response in order, without finish_reason, usage and [DONE]
-    "no_done",  # all but [DONE]
-    "plain",  # one JSON body in the place of a stream
+    "no_done",  # everything except [DONE]
+    "plain",  # one JSON body instead of a stream
 ]
 AT_THE_START: tuple[Fault, ...] = ("status", "not_http", "plain")
 Part = Literal["role", "thinking", "answer"]
@@ -34,18 +34,19 @@ MODEL = "scripted"
 
 
 class Script(Record, frozen=True):
-    """How one request is answered. Times are seconds; of them a server here holds the plan within about 0.1 ms.
+    """The answer to one request. Times are in seconds; a server on loopback keeps the plan to about 0.1 ms.
 
-    name: under which the request is logged. tokens: of the answer; None: the body's max_tokens (or 16) less those of
-    thinking. thinking: tokens before the answer. head_s: from the request to the response's head. first_s: from the
-    request to the first event. gaps_s: from an event's planned time to the next one's, used in turn, over and over; 0:
-    as soon as the socket takes it. spread_s: each gap grows by a random time up to this, drawn by `seed`. in_step: the
-    first event waits for the next multiple of the first gap on the clock, so that all such answers move together, as an
-    engine's do. burst: tokens of each event, in turn. events_at_once: events of one write. halves_s: where not 0, each
-    write comes in two halves that are so far apart. newline: what ends a line of the stream. comments: a comment before
-    each event. token_ids: events carry them. usage: is sent where the request asks for it. usage_off: tokens by which
-    usage's completion_tokens lies. finish: the finish_reason; None: "stop" where `tokens` is given, else "length".
-    after: events before the fault; -1: not even the head is sent. logged: when each event left is kept.
+    name: key in the log. tokens: length of the answer; None: the body's max_tokens (or 16) less `thinking`.
+    thinking: tokens before the answer. head_s: from the request to the response's head. first_s: from the request
+    to the first event. gaps_s: from an event's planned time to the next one's, used in turn, over and over; 0: as
+    soon as the socket accepts it. spread_s: each gap grows by a random time up to this, drawn by `seed`. in_step:
+    the first event waits for the next multiple of the first gap on the clock, so that all such answers advance
+    together, like a batch of an engine. burst: tokens of each event, in turn. events_at_once: events per write.
+    halves_s: if not 0, each write is split into two halves, this many seconds apart. newline: ends a line of the
+    stream. comments: a comment before each event. token_ids: events carry them. usage: send it if the request asks
+    for it. usage_off: error of usage's completion_tokens. finish: the finish_reason; None: "stop" if `tokens` is
+    given, else "length". after: events before the fault; -1: not even the head is sent. logged: record the events'
+    times.
     """
 
     name: str = ""
@@ -72,7 +73,7 @@ class Script(Record, frozen=True):
     logged: bool = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a script that could never end, such as one whose events carry no token."""
+        """Raises ValueError for a script that could never end, such as one with events that carry no token."""
         times = (self.head_s, self.first_s, self.spread_s, self.halves_s, *self.gaps_s)
         if not self.gaps_s or not all(0 <= time <= 3600 for time in times):
             raise ValueError("gaps_s needs at least one time, and every time lies between 0 and 3600 seconds")
@@ -83,10 +84,10 @@ class Script(Record, frozen=True):
 
 
 class Play(Record, frozen=True):
-    """Which request gets which script: its body's field `script` (fields of a `Script`, or a name of `named`), else
-    the first name of `named` that occurs in its prompt, else `in_order`, in turn by arrival, over and over.
+    """The script of each request: its body's field `script` (fields of a `Script`, or a name of `named`), else the
+    first name of `named` that occurs in its prompt, else `in_order`, in turn by arrival, over and over.
 
-    places: answers at once; further requests wait their turn before anything is sent. None: all at once.
+    places: concurrent answers; further requests wait before anything is sent. None: unlimited.
     """
 
     named: dict[str, Script] = msgspec.field(default_factory=dict[str, Script])
@@ -94,7 +95,7 @@ class Play(Record, frozen=True):
     places: int | None = None
 
     def choose(self, field: Any, prompt: str, number: int) -> Script:
-        """The script of the request that arrived as `number`, from 0 on. Raises ValueError for a wrong `script`."""
+        """The script of the request with this arrival number, from 0 on. Raises ValueError for a wrong `script`."""
         if isinstance(field, str):
             if field not in self.named:
                 raise ValueError(f"no script is called {field!r}")
@@ -108,11 +109,11 @@ class Play(Record, frozen=True):
 
 
 class Logged(Record, frozen=True):
-    """What the server did with one request: times of CLOCK_MONOTONIC, seconds, as `time.perf_counter` has it.
+    """The server's record of one request: times of CLOCK_MONOTONIC, in seconds, like those of `time.perf_counter`.
 
-    received: when the request had been read whole. head: when the response's head was handed to the socket, events:
-    when the last byte of each event with tokens was; tokens: of each of them. end: when the response's last byte was,
-    or the fault's. left: the client closed the connection before that.
+    received: when the request had been read whole. head: when the response's head was passed to the socket. events:
+    when the last byte of each event with tokens was. tokens: number in each of these events. end: when the
+    response's last byte, or the fault, was. left: the client closed the connection before that.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Logged(Record, frozen=True):
 
 
 class Log(Record, frozen=True):
-    """What a scripted server says of itself. cpu_s: processor seconds of its process. events: ever sent."""
+    """The log of a scripted server. cpu_s: CPU seconds of its process. events: total number sent."""
 
     cpu_s: float
     events: int
@@ -134,7 +135,7 @@ class Log(Record, frozen=True):
 
 
 class Form(Record, frozen=True):
-    """How an answer's bytes look, apart from its tokens. chat: chat/completions or completions."""
+    """The format of an answer's bytes, apart from its tokens. chat: chat/completions or completions."""
 
     chat: bool
     newline: str = "\n"
@@ -160,7 +161,7 @@ def moments(script: Script, max_tokens: int | None) -> Iterator[tuple[Part, int,
 
 
 def answer_tokens(script: Script, max_tokens: int | None) -> int:
-    """Tokens of the answer behind the thinking. max_tokens: of the request's body."""
+    """Tokens of the answer after the thinking. max_tokens: from the request's body."""
     if script.tokens is not None:
         return script.tokens
     return max(0, (16 if max_tokens is None else max_tokens) - script.thinking)
@@ -168,7 +169,7 @@ def answer_tokens(script: Script, max_tokens: int | None) -> int:
 
 @lru_cache(4096)
 def event(form: Form, part: Part, tokens: int, finish: str | None = None) -> bytes:
-    """One event that carries so many tokens, as a chunk of HTTP; role: the event before a chat's first token."""
+    """One event with `tokens` tokens, as an HTTP chunk; role: the event before a chat's first token."""
     text = WORD * tokens
     match part:
         case "role":
@@ -190,9 +191,9 @@ def finish_of(script: Script) -> str:
 
 
 def ending(form: Form, script: Script, usage: dict[str, Any] | None, *, finished: bool) -> bytes:
-    """The events behind the last token, as a chunk of HTTP, without the response's last chunk.
+    """The events after the last token, as an HTTP chunk, without the response's last chunk.
 
-    finished: the last token's event had the finish_reason, so that no event of its own has it.
+    finished: the last token's event had the finish_reason, so it gets no event of its own.
     """
     last: dict[str, Any] = {"delta": {}} if form.chat else {"text": ""}
     choice = {"index": 0, **last, "finish_reason": finish_of(script)}
@@ -214,7 +215,7 @@ def whole(form: Form, script: Script, text: str, thinking: str, usage: dict[str,
 
 
 def framed(data: bytes) -> bytes:
-    """The data as one chunk of HTTP."""
+    """The data as one HTTP chunk."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 

@@ -1,11 +1,11 @@
-"""An OpenAI server whose behaviour is a script, and which logs when it really sent what: a client is measured with it.
+"""An OpenAI server with scripted behaviour and a log of the actual send times, for measuring a client.
 
     python -m tests.bench.serving.scripted [--port 0] [--play FILE.json]
 
-It serves /v1/chat/completions, /v1/completions and /v1/models; GET /log is its log, DELETE /log empties it. What it
-says and does, and what goes wrong, is in `script.py`; FILE.json holds a `Play`. Events leave by the clock of a timer
-with nanoseconds (the event loop's own has milliseconds), and are written to the socket there and then, so that the
-time that is logged is the one at which the system took them.
+It serves /v1/chat/completions, /v1/completions and /v1/models; GET /log returns its log, DELETE /log empties it.
+The content, times and faults of answers are defined in `script.py`; FILE.json holds a `Play`. Events are timed by a
+timerfd with nanosecond resolution (the event loop's own timers have milliseconds), and are written to the socket
+from its callback, so that the logged time is the one at which the kernel accepted them.
 """
 
 import argparse
@@ -41,12 +41,12 @@ STREAM_HEAD = (
 )
 LAST_CHUNK = b"0\r\n\r\n"
 ERROR = {"message": "as the script wants it", "type": "server_error", "code": None, "param": None}
-CALLS_AT_ONCE = 64  # that are due, before sockets have their turn: who is behind must hear requests all the same
-CLOCK_MONOTONIC, TFD_NONBLOCK, TFD_TIMER_ABSTIME = 1, os.O_NONBLOCK, 1  # of Linux's timerfd_create(2)
+CALLS_AT_ONCE = 64  # due calls per iteration, so that sockets are also read if the server is late
+CLOCK_MONOTONIC, TFD_NONBLOCK, TFD_TIMER_ABSTIME = 1, os.O_NONBLOCK, 1  # constants of Linux's timerfd_create(2)
 
 
 class Body(msgspec.Struct, frozen=True):
-    """What is looked at of a request's body."""
+    """The fields of a request's body that the server uses."""
 
     messages: list[dict[str, Any]] | None = None
     prompt: str | list[int | str] | None = None
@@ -58,7 +58,7 @@ class Body(msgspec.Struct, frozen=True):
 
 
 class Timer:
-    """Calls functions at times of `time.perf_counter`, in order, on the running event loop: a timer of Linux's own."""
+    """Calls functions at times of `time.perf_counter`, in order, on the running event loop, by a Linux timerfd."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +86,7 @@ class Timer:
         try:
             os.read(self._file, 8)
         except BlockingIOError:
-            return  # it was set anew after it had run out
+            return  # it was armed again after it had expired
         for _ in range(CALLS_AT_ONCE):
             if not self._due or self._due[0][0] > clock.perf_counter():
                 break
@@ -96,7 +96,7 @@ class Timer:
 
 
 class Stage:
-    """What the connections of a server share: the play, its log, the timer, and who waits for a place."""
+    """State shared by the connections of a server: the play, its log, the timer, and the queue of waiting answers."""
 
     def __init__(self, play: Play) -> None:
         self.play = play
@@ -112,7 +112,7 @@ class Stage:
         return next(self._arrived)
 
     def enter(self, act: "Act") -> None:
-        """Begins an answer, or lets it wait until there is a place."""
+        """Begins an answer, or queues it until a place is free."""
         self.acts.append(act)
         if self.play.places is not None and self._running >= self.play.places:
             self._waiting.append(act)
@@ -121,7 +121,7 @@ class Stage:
             act.begin(act.received)
 
     def leave(self, act: "Act") -> None:
-        """An answer has ended, or its client has gone: the next one that waits begins."""
+        """An answer has ended, or its client has disconnected: the next queued one begins."""
         if act in self._waiting:
             self._waiting.remove(act)
             return
@@ -131,7 +131,7 @@ class Stage:
             self._waiting.popleft().begin(clock.perf_counter())
 
     def log(self) -> bytes:
-        """What has happened since the log was emptied, as JSON of a `Log`."""
+        """The requests since the log was emptied, as JSON of a `Log`."""
         requests = tuple(act.logged() for act in self.acts)
         return msgspec.json.encode(Log(cpu_s=clock.process_time(), events=self.events, requests=requests))
 
@@ -151,13 +151,13 @@ class Act:
         self._times: list[float] = []
         self._tokens: list[int] = []
         self._end: float | None = None
-        self._sent = 0  # events
+        self._sent = 0  # events sent
         self._left = False
         self._faulted = False
         self._due = 0.0
 
     def begin(self, now: float) -> None:
-        """Plans the head and the first event. now: from when they count."""
+        """Schedules the head and the first event. now: the time from which both are counted."""
         script = self._script
         if script.fault in AT_THE_START or not self._body.stream:
             self._at(now + max(script.head_s, script.first_s), self._whole)
@@ -173,7 +173,7 @@ class Act:
         return self._end is None
 
     def gone(self) -> None:
-        """The connection has closed: where the answer has not ended, the client has left."""
+        """The connection has closed: if the answer has not ended, the client has disconnected."""
         if self._end is None:
             self._left = True
             self._finish(clock.perf_counter())
@@ -225,7 +225,8 @@ class Act:
             part, number, gap = self._next
             self._next = next(self._moments, None)
             self._sent += 1
-            # Of completions every event with a choice counts as a token, so the last one's says why it is the last.
+            # In completions every event with a choice counts as a token, so the last token's one has the
+            # finish_reason.
             last = self._next is None and not self._form.chat and not self._fault_is_due(self._sent)
             pieces.append(say.event(self._form, part, number, say.finish_of(self._script) if last else None))
             tokens.append(number)
@@ -238,7 +239,7 @@ class Act:
             self._wrote(data, tokens, gap)
 
     def _wrote(self, data: bytes, tokens: list[int], gap: float) -> None:
-        """Writes events, and plans what follows."""
+        """Writes events, and schedules the next ones."""
         at = self._line.write(data)
         self._line.stage.events += len(tokens)
         if self._script.logged:
@@ -251,7 +252,7 @@ class Act:
         if gap:
             self._at(self._due, self._more)
         else:
-            asyncio.get_running_loop().call_soon(self._more)  # so every stream has its turn
+            asyncio.get_running_loop().call_soon(self._more)  # lets the other streams write first
 
     def _fault_is_due(self, sent: int) -> bool:
         """Whether the fault comes now, `sent` events into the answer (-1: before its head), or at its end."""
@@ -264,7 +265,7 @@ class Act:
         self._faulted = True
         match self._script.fault:
             case "stall":
-                return  # until the client leaves
+                return  # until the client disconnects
             case "not_json":
                 self._wrote(say.framed(b'data: {"choices": [{"index": 0, "del\n\n'), [], self._script.gaps_s[0])
                 return
@@ -278,14 +279,14 @@ class Act:
             case "short":
                 self._line.write(LAST_CHUNK)
             case _:
-                pass  # drop and reset say nothing
+                pass  # drop and reset send nothing
         fault = self._script.fault
         self._finish(clock.perf_counter())
         if fault not in ("error", "short"):
             self._line.close(reset=fault == "reset")
 
     def _close(self) -> None:
-        """The ending of a stream whose tokens have all been sent."""
+        """The ending of a stream that has sent all its tokens."""
         asked = (self._body.stream_options or {}).get("include_usage")
         usage = self._usage() if asked and self._script.usage else None
         finished = bool(self._sent) and not self._form.chat
@@ -325,8 +326,7 @@ class Act:
 class Line(asyncio.Protocol):
     """One connection.
 
-    act: the answer that it is giving. read_at: when something was read from it last. full: the client does not read, so
-    nothing can be written.
+    act: the answer in progress. read_at: time of the last read. full: the client does not read, so writing waits.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -340,13 +340,13 @@ class Line(asyncio.Protocol):
         self._body = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The transport is kept, and its socket's file, to which most writes go without it."""
-        self._transport = cast(asyncio.Transport, transport)  # which uvloop's is, though not by its class
+        """Keeps the transport, and its socket's file descriptor, to which most writes go directly."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
         self._socket = transport.get_extra_info("socket")
         self._file: int = self._socket.fileno()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whatever was being answered has lost its client."""
+        """The answer in progress has lost its client."""
         if self.act is not None:
             self.act.gone()
 
@@ -355,14 +355,14 @@ class Line(asyncio.Protocol):
         self.full = True
 
     def resume_writing(self) -> None:
-        """The client has read what was waiting."""
+        """The client has read the buffered data."""
         self.full = False
         if call := self.when_free:
             self.when_free = None
             call()
 
     def data_received(self, data: bytes) -> None:
-        """Reads requests. What is no HTTP ends the connection."""
+        """Reads requests. Data that is not HTTP ends the connection."""
         self.read_at = clock.perf_counter()
         try:
             self._parser.feed_data(data)
@@ -403,7 +403,7 @@ class Line(asyncio.Protocol):
                 raise ValueError("a chat has messages, a completion has a prompt")
             text = " ".join(_texts(prompt))
             script = self.stage.play.choose(body.script, text, self.stage.arrive())
-        except ValueError as error:  # msgspec's own among them
+        except ValueError as error:  # includes msgspec's errors
             said = ERROR | {"message": str(error), "type": "invalid_request_error", "code": 400}
             self.reply(400, msgspec.json.encode({"error": said}))
             return
@@ -413,7 +413,7 @@ class Line(asyncio.Protocol):
         self.stage.enter(self.act)
 
     def write(self, data: bytes) -> float:
-        """Hands data to the socket, and says when. What the system does not take at once waits in the transport."""
+        """Writes data to the socket, and returns the time. The transport buffers what the kernel does not accept."""
         at = clock.perf_counter()
         if self._transport.is_closing():
             return at
@@ -431,13 +431,13 @@ class Line(asyncio.Protocol):
         return at
 
     def reply(self, status: int, body: bytes) -> float:
-        """A whole response of JSON; when it was handed to the socket."""
+        """Sends a whole JSON response; returns the time at which it was passed to the socket."""
         reason = http.client.responses.get(status, "Unknown")
         head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         return self.write(head.encode() + body)
 
     def close(self, reset: bool = False) -> None:
-        """Closes the connection. reset: so that the client's system is told of an error."""
+        """Closes the connection. reset: by RST, so the client's system reports an error."""
         if reset:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._transport.abort()
@@ -446,7 +446,7 @@ class Line(asyncio.Protocol):
 
 
 def _texts(prompt: Any) -> Iterator[str]:
-    """Every text of a prompt: a string, or what lies in lists and in messages under content and text."""
+    """Every text of a prompt: a string, or the strings in lists and in messages under content and text."""
     match prompt:
         case str():
             yield prompt
@@ -464,7 +464,7 @@ async def serve(listener: socket.socket, play: Play) -> NoReturn:
     stage = Stage(play)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: Line(stage), sock=listener, backlog=1024)
-    gc.freeze()  # what will live until the end is not looked through while answers run
+    gc.freeze()  # exclude long-lived objects from garbage collection during answers
     async with server:
         await loop.create_future()
     raise AssertionError("only a cancellation ends it")
@@ -475,7 +475,7 @@ def _process(listener: socket.socket, play: Play) -> None:
 
 
 class Scripted:
-    """A scripted server in a process of its own, on a port of its own, from `with` until its end."""
+    """A scripted server in a process and on a port of its own, from `with` until its end."""
 
     def __init__(self, play: Play | None = None) -> None:
         listener = _listener(0)
@@ -487,7 +487,7 @@ class Scripted:
         listener.close()
 
     def __enter__(self) -> "Scripted":
-        """Once the server answers. Raises OSError where it does not."""
+        """Waits until the server answers. Raises OSError if it does not."""
         self.log()
         return self
 
@@ -496,15 +496,15 @@ class Scripted:
         self._process.join()
 
     def log(self) -> Log:
-        """What the server has logged, requests in the order of their arrival."""
+        """The server's log, requests in the order of their arrival."""
         return msgspec.json.decode(self._ask("GET"), type=Log)
 
     def named(self) -> dict[str, Logged]:
-        """The log's rows by the name of their script; the last one where several have the same."""
+        """The log's rows by the name of their script; the last one if several have the same."""
         return {row.name: row for row in self.log().requests}
 
     def forget(self) -> None:
-        """Empties the log of what has ended."""
+        """Removes ended answers from the log."""
         self._ask("DELETE")
 
     def _ask(self, method: str) -> bytes:

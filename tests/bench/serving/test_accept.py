@@ -1,4 +1,4 @@
-"""Acceptance from a server's counters, and what is said where there are none."""
+"""Acceptance rates from a server's counters, and the remarks if there are none."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ AFTER = Drafting(drafts=300, tokens=900, accepted=550, accepted_at=(240, 180, 13
 
 
 def counted(domain: str = "code") -> Part:
-    """200 rounds of 3 drafts: 160, 130, 110 of which held; so 600 tokens in rounds."""
+    """200 rounds of 3 draft tokens: 160, 130, 110 were accepted at positions 1 to 3; so 600 tokens in rounds."""
     return part("s", 0.0, domain, [steady(1.0, 0.01, 602)], since(BEFORE, AFTER))
 
 
@@ -70,7 +70,7 @@ def test_rounds_of_fewer_drafts_make_the_later_places_lower_bounds():
 
 def test_tokens_of_somebody_else_are_noticed():
     said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 500)], since(BEFORE, AFTER))])
-    assert any("made 100 tokens for somebody else" in text for text in said)
+    assert any("generated 100 tokens for other clients" in text for text in said)
 
 
 def test_tokens_that_were_not_drafted_are_said():
@@ -83,19 +83,19 @@ def test_without_metrics_usage_says_the_mean_alone():
     assert one.source == "usage"
     assert one.length() == pytest.approx(3.0)
     assert one.rates == []
-    assert "places and k are not" in accept.remarks([one])[0]
+    assert "by position and by k is unknown" in accept.remarks([one])[0]
 
 
 def test_without_either_it_says_that_it_cannot_know():
     one = part("s", 0.0, "code", [steady(1.0, 0.1, 10)], None)
     assert one.length() is None
-    assert "cannot be known" in accept.remarks([one])[0]
+    assert "cannot be measured" in accept.remarks([one])[0]
 
 
 def test_a_server_that_counts_and_does_not_draft():
     one = part("s", 0.0, "code", [steady(1.0, 0.1, 10)], Drafting())
     assert one.length() is None
-    assert "made none" in accept.remarks([one])[0]
+    assert "generated none" in accept.remarks([one])[0]
 
 
 def test_domains_together_count_each_round_once():

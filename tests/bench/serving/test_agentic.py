@@ -18,7 +18,7 @@ from tests.clocks import FakeClock
 
 
 class Fake:
-    """Answers after `takes` seconds with text of its own, and keeps what it was asked."""
+    """Answers after `takes` seconds with texts of its own, and records the requests."""
 
     def __init__(self, takes: float = 0.002, fails: int = -1, **fields: Any) -> None:
         self.asked: list[Ask] = []
@@ -50,7 +50,7 @@ def session(name: str, turns: int = 3, wait_s: float = 0.0) -> Session:
             Turn(
                 messages=({"role": "user", "content": f"{name} asks {at}"},),
                 output_tokens=10 + at,
-                answer={"role": "assistant", "content": f"{name} was told {at}"},
+                answer={"role": "assistant", "content": f"{name} gets {at}"},
                 wait_s=wait_s,
             )
             for at in range(turns)
@@ -74,7 +74,7 @@ def contents(ask: Ask) -> list[str]:
 def test_recorded_answers_make_the_same_prompts_on_every_server():
     fake = Fake()
     found = run(fake, [session("s")], extra={"ignore_eos": True})
-    assert contents(fake.asked[2]) == ["s asks 0", "s was told 0", "s asks 1", "s was told 1", "s asks 2"]
+    assert contents(fake.asked[2]) == ["s asks 0", "s gets 0", "s asks 1", "s gets 1", "s asks 2"]
     for before, after in zip(fake.asked, fake.asked[1:], strict=False):
         assert contents(after)[: len(contents(before))] == contents(before)
     assert [ask.max_tokens for ask in fake.asked] == [10, 11, 12]
@@ -94,7 +94,7 @@ def test_a_turn_waits_for_its_tool_from_the_answer_before():
     times = [one.answer for one in found.turns]
     for before, after in pairwise(times):
         assert after.planned - before.end >= 0.0399
-        assert (after.sent or 0.0) >= after.planned - 0.002  # timers of a loop may wake a clock's tick early
+        assert (after.sent or 0.0) >= after.planned - 0.002  # an event loop's timers may fire one clock tick early
     (ended,) = found.sessions
     assert ended.waited == pytest.approx(0.08)
     assert ended.seconds >= 0.08
@@ -174,7 +174,8 @@ def test_tool_results_fit_the_calls_that_the_model_made():
 
 def test_interactivity_is_the_p90_of_seconds_per_token_inverted():
     answers = [answer(at, at=(0.5, 1.0 * at), usage=Usage(completion_tokens=10)) for at in range(1, 12)]
-    assert agentic.interactivity(answers) == pytest.approx(1 / 1.0)  # r: 0.1 to 1.1 in equal steps, P90 is 1.0
+    # seconds per token: 0.1 to 1.1 in equal steps, so P90 is 1.0
+    assert agentic.interactivity(answers) == pytest.approx(1 / 1.0)
     assert agentic.interactivity([]) is None
 
 
@@ -208,7 +209,7 @@ def test_a_result_says_turns_contexts_sessions_and_failures():
     found = run(Fake(fails=21), [session("a", 20), session("b", 2), session("c", 2)])
     sections = agentic.agentic_sections(result(found))
     totals, turns, contexts, failures = [one for one in sections if isinstance(one, Table)]
-    assert ("sessions that a failed turn ended", "1") in totals.rows
+    assert ("sessions ended by a failed turn", "1") in totals.rows
     assert [row[:2] for row in turns.rows] == [
         ("1", "3"),
         ("2", "2"),
@@ -233,5 +234,5 @@ def test_a_result_without_any_answer_still_says_so():
 def test_time_that_was_over_is_said():
     found = run(Fake(takes=0.02), [session("a", 50)], deadline=0.1)
     assert any(
-        isinstance(one, Words) and "1 turns that ran" in one.text for one in agentic.agentic_sections(result(found))
+        isinstance(one, Words) and "1 unfinished turns" in one.text for one in agentic.agentic_sections(result(found))
     )

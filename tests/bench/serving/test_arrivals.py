@@ -1,4 +1,4 @@
-"""The schedule of an open load."""
+"""The schedule of an open-loop load."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""A server that counts wrongly is told by row; one that counts as tokenisation explains is not."""
+"""Wrong token counts of a server are reported by row; differences that tokenisation explains are not."""
 
 from typing import Any
 
@@ -31,9 +31,9 @@ PROSE = {"text": "word " * 100, "at": tuple(0.1 * n for n in range(1, 101)), "ma
 @pytest.mark.parametrize(
     "given",
     [
-        {"usage": usage(), **FIVE},  # the end of the turn is counted, and carries no text
+        {"usage": usage(), **FIVE},  # the end-of-turn token is counted, and carries no text
         {"usage": usage(completion_tokens=5), **FIVE},
-        {"usage": usage(completion_tokens=17)},  # five events, drafts held
+        {"usage": usage(completion_tokens=17)},  # five events, with accepted draft tokens
         {"usage": usage(cached_tokens=10)},
         {"usage": usage(reasoning_tokens=3), "kinds": "ttaaa", "thinking": "hm"},
         {"usage": usage(completion_tokens=64), "finish": "length", "max_tokens": 64},
@@ -80,11 +80,11 @@ def test_in_many_answers_a_smaller_share_is_much():
     assert mismatches(many(108), Words()) == []
     (mismatch,) = mismatches(many(125), Words())
     assert (mismatch.index, mismatch.said, mismatch.seen) == (None, 2500, 2000)
-    assert mismatches(many(125, ignore_eos=True), Words()) == [], "ends of turns that are ignored carry no text"
+    assert mismatches(many(125, ignore_eos=True), Words()) == [], "ignored end-of-turn tokens carry no text"
 
 
 def test_a_server_that_sells_more_tokens_than_it_sends_is_told_by_row():
     honest, lying = answer(0, **FIVE), answer(7, usage=usage(completion_tokens=10), **FIVE)
     (mismatch,) = mismatches([honest, lying])
     assert (mismatch.index, mismatch.said, mismatch.seen) == (7, 10, 5)
-    assert mismatch.text == "usage says 10 output tokens, the events carried 5"
+    assert mismatch.text == "usage reports 10 output tokens, the events contained 5"

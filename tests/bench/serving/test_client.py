@@ -118,10 +118,10 @@ FAILURES = {
         (CHUNKED + chunk(b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n'),),
         "malformed",
         "",
-        "cannot be read",
+        "cannot be decoded",
     ),
-    "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "no valid HTTP"),
-    "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "no valid HTTP"),
+    "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "invalid HTTP"),
+    "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "invalid HTTP"),
     "an endless head": ((HEAD + b"X-A: " + b"a" * HEAD_BYTES + b"\r\n",), "malformed", "", "head has more than 64 KiB"),
     "an error within": ((A + chunk(b'data: {"error":{"message":"lost"}}\n\n'),), "server", "a", "^lost$"),
     "a server error": (
@@ -136,7 +136,7 @@ FAILURES = {
         "",
         "redirect to /else",
     ),
-    "a long body": ((whole(b"x" * (BODY_BYTES + 1)),), "malformed", "", "no stream"),
+    "a long body": ((whole(b"x" * (BODY_BYTES + 1)),), "malformed", "", "not a stream"),
     "a long event": ((A + chunk(b"data: " + b"x" * EVENT_BYTES),), "malformed", "a", "16 MiB"),
 }
 
@@ -155,8 +155,8 @@ def test_what_goes_wrong_is_named_and_what_had_come_is_kept(name: str):
 @pytest.mark.parametrize(
     ("parts", "patience", "error"),
     [
-        ((), Patience(first=0.1), "nothing of the answer"),
-        ((CHUNKED + chunk(event({"content": "a"})),), Patience(silence=0.1), "silent"),
+        ((), Patience(first=0.1), "no token within"),
+        ((CHUNKED + chunk(event({"content": "a"})),), Patience(silence=0.1), "no data on the stream"),
         ((CHUNKED + chunk(event({"content": "a"})),), Patience(whole=0.1), "did not end"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_server_that_stalls_holds_up_nobody_for_long(parts: tuple[bytes, ...],
 def test_a_body_that_never_ends_after_done_is_whole():
     answer = _asked(CHUNKED + chunk(said("a")))
     _right(answer, "a")
-    assert answer.end < 1, "by a clock that would go on to the end of all patience"
+    assert answer.end < 1, "the fake clock would otherwise jump to the timeout"
 
 
 def test_nobody_listens():
@@ -187,7 +187,7 @@ def test_nobody_listens():
 
 
 async def _never(_: bytes, writer: asyncio.StreamWriter) -> None:
-    raise AssertionError("nothing is asked")
+    raise AssertionError("no request is sent")
 
 
 def test_a_connection_is_kept_for_the_next_request():
@@ -218,7 +218,7 @@ def test_a_connection_is_kept_for_the_next_request():
 def test_a_kept_connection_that_the_server_closed_is_replaced_once():
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
         if b"second" in request and not seen:
-            seen.append(request)  # closed without a byte, as by a server whose patience ended just now
+            seen.append(request)  # closed without a byte, as by a server with an idle timeout that has just expired
             writer.close()
             return
         writer.write(whole(said("a"), kind="text/event-stream"))
@@ -341,8 +341,8 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"base_url": "127.0.0.1:8000"}, "127.0.0.1:8000.*server's address"),
-        ({"base_url": "http://127.0.0.1:99999"}, "99999.*server's address"),
+        ({"base_url": "127.0.0.1:8000"}, "127.0.0.1:8000.*server address"),
+        ({"base_url": "http://127.0.0.1:99999"}, "99999.*server address"),
         ({"base_url": "http://127.0.0.1:1/a path"}, "--base-url"),
         ({"backend": "tgi"}, "--backend"),
         ({"headers": {"X-A": "b\r\nX-B: c"}}, "header"),
@@ -382,5 +382,5 @@ def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
 
 @pytest.mark.parametrize("address", ["http://[", "http://a:99999", "ftp://a", "a:1", ""])
 def test_an_address_that_is_none_is_said(address: str):
-    with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is no server's address"):
+    with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is not a server address"):
         Client(Target(base_url=address))

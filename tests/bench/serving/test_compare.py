@@ -1,4 +1,4 @@
-"""Servers whose ratio, noise and drift are known, compared."""
+"""Comparison of servers with a known ratio, noise and drift."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def load(side: Side, seconds: float) -> Load:
 def blocks(
     many: int, draw: np.random.Generator, ratio: float = 1.0, noise: float = 0.05, drift: float = 0.0
 ) -> list[list[Load]]:
-    """Loads in the order of a run, each with its own noise, all with a drift that goes on and on."""
+    """Loads in the order of a run, each with its own noise, all with a steady drift."""
     found: list[list[Load]] = []
     for block in range(many):
         order: str = "ABBA" if draw.random() < 0.5 else "BAAB"
@@ -51,7 +51,7 @@ def test_the_interval_holds_the_true_ratio_in_about_95_of_100_runs(many: int, dr
 def test_a_server_against_itself_shows_no_difference():
     draw = np.random.default_rng(1)
     verdicts = [outcomes(blocks(8, draw, noise=0.1, drift=0.02), seed)[0].verdict for seed in range(300)]
-    assert sum(verdict.startswith("no difference") for verdict in verdicts) / 300 >= 0.93
+    assert sum(verdict.startswith("no significant difference") for verdict in verdicts) / 300 >= 0.93
 
 
 def test_stopping_when_the_interval_is_narrow_does_not_make_it_a_lie():
@@ -101,11 +101,11 @@ def test_gaps_between_events_of_unlike_size_are_not_compared():
 
     made = [[with_events(one) for one in block] for block in blocks(5, np.random.default_rng(0), 3.0)]
     tpot, itl = outcomes(made)
-    assert itl.verdict == "not comparable: an event has 1.00 tokens of A, 2.50 of B; see TPOT"
+    assert itl.verdict == "not comparable: A sends 1.00 tokens per event, B 2.50; see TPOT"
     assert tpot.verdict.startswith("A is faster")
 
 
-# ------------------------------------------------------------------------------------------------- block after block
+# ------------------------------------------------------------------------------------------------- blocks of loads
 
 
 class Servers:
@@ -181,7 +181,7 @@ def test_answers_that_differ_are_counted_and_the_first_is_shown():
     servers = Servers(lambda side, ask: "ab1d" if side == "B" and ask.text == "p1.2" else "abcd")
     same = compared(servers, Plan(blocks=2)).same
     assert (same.pairs, same.equal, same.equal_counts) == (12, 11, 12)
-    assert same.first == "pair 6 differs from character 3 on: A has 'abcd', B has 'ab1d'"
+    assert same.first == "pair 6 differs from character 3: A has 'abcd', B has 'ab1d'"
 
 
 def sections(servers: Servers, plan: Plan | None = None, **more: object) -> list[object]:
@@ -196,7 +196,7 @@ def sections(servers: Servers, plan: Plan | None = None, **more: object) -> list
 def test_a_server_that_answers_shorter_is_not_called_faster_without_a_word():
     shown = sections(Servers(lambda side, ask: "ab" if side == "B" else "abcd"), greedy=True)
     warnings = [one.text for one in shown if isinstance(one, Words) and one.warning]
-    assert any("B answers shorter, so E2EL favours it" in text for text in warnings)
+    assert any("Answers of B are shorter, which favours it in E2EL" in text for text in warnings)
     assert any("0 of 24 answers have the same text" in text and "B has ended" not in text for text in warnings)
 
 
@@ -272,5 +272,5 @@ def test_answers_without_a_count_are_counted_by_their_text_or_warned_of():
         details = {"plan": Plan(blocks=1), "blocks": found.blocks, "same": found.same, "servers": {"A": "", "B": ""}}
         result = Result(kind="compare", figures={}, details=msgspec.to_builtins(details))
         texts = [one.text for one in compare.compare_sections(result) if isinstance(one, Words) and one.warning]
-        assert any("4 answers of B have no count of tokens" in text for text in texts) == warned
-        assert not any("of A have no count" in text for text in texts)
+        assert any("4 answers of B have no token count" in text for text in texts) == warned
+        assert not any("of A have no token count" in text for text in texts)

@@ -114,7 +114,7 @@ def test_a_vocabulary_that_does_not_add_up_is_counted_and_it_is_said(vocabulary)
     made = asks(DatasetConfig(num_prompts=3, random_input_len=100), Odd(), notes.append)
     assert [ask.prompt_tokens for ask in made] == [len(Odd.encode(text(ask))) for ask in made]
     assert any(ask.prompt_tokens != 100 for ask in made)
-    assert "approximate, though counted" in notes[0]
+    assert "approximate (counted)" in notes[0]
 
 
 def test_very_long_prompts_are_counted_one_by_one(vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_prefix_repetition_asks_each_prefix_equally_often(vocabulary) -> None:
     assert len(set(ids)) == 9
     assert all(ask.max_tokens == 5 for ask in made)
     assert [ask.name for ask in made] != sorted(ask.name for ask in made)
-    assert "9 prompts in place of 11" in notes[0]
+    assert "9 prompts instead of 11" in notes[0]
 
 
 @pytest.mark.parametrize("lines", [True, False])
@@ -163,11 +163,12 @@ def test_sharegpt_asks_the_first_turn_and_prunes_as_vllm(tmp_path: Path, vocabul
     good = talk(("human", "What is the answer to all of this?"), ("gpt", "It is, as far as I know, forty two."))
     entries = [
         good,
-        talk(("human", "Hi"), ("gpt", "It is, as far as I know, forty two.")),  # too short a prompt
-        talk(("human", "What is the answer to all of this?"), ("gpt", "no")),  # too short a reply
-        talk(("human", "What is this? " * 1000), ("gpt", "It is, as far as I know, forty two.")),  # too long
-        talk(("human", "What is the answer to all of this?"), ("gpt", "forty two " * 1000)),  # too long in all
-        talk(("human", "What is the answer to all of this?")),  # nobody replied
+        talk(("human", "Hi"), ("gpt", "It is, as far as I know, forty two.")),  # prompt too short
+        talk(("human", "What is the answer to all of this?"), ("gpt", "no")),  # reply too short
+        talk(("human", "What is this? " * 1000), ("gpt", "It is, as far as I know, forty two.")),  # prompt too long
+        # prompt and reply too long together
+        talk(("human", "What is the answer to all of this?"), ("gpt", "forty two " * 1000)),
+        talk(("human", "What is the answer to all of this?")),  # without a reply
         talk(
             ("system", "Be kind to all who ask."),
             ("human", "Who wrote the book of all books?"),
@@ -184,11 +185,11 @@ def test_sharegpt_asks_the_first_turn_and_prunes_as_vllm(tmp_path: Path, vocabul
     assert [text(ask) for ask in made] == ["What is the answer to all of this?", "Who wrote the book of all books?"]
     assert made[0].max_tokens == len(vocabulary.encode("It is, as far as I know, forty two."))
     assert made[0].prompt_tokens == len(vocabulary.encode(text(made[0])))
-    assert "2 prompts in place of 9" in notes[0]
+    assert "2 prompts instead of 9" in notes[0]
     fixed = DatasetConfig(
         dataset_name="sharegpt", dataset_path=str(path), num_prompts=9, no_oversample=True, sharegpt_output_len=33
     )
-    assert sorted(ask.max_tokens for ask in asks(fixed, vocabulary)) == [33] * 4  # replies' lengths count no more
+    assert sorted(ask.max_tokens for ask in asks(fixed, vocabulary)) == [33] * 4  # a reply's own length is ignored then
 
 
 def test_custom_lines_say_prompts_or_messages_and_lengths(tmp_path: Path, vocabulary) -> None:
@@ -210,7 +211,7 @@ def test_too_few_lines_are_asked_again_and_it_is_said(tmp_path: Path) -> None:
     made = asks(DatasetConfig(dataset_name="custom", dataset_path=path, num_prompts=10), None, notes.append)
     assert len(made) == 10
     assert {text(ask) for ask in made[:4]} == {f"prompt {n}" for n in range(4)}
-    assert "asked again" in notes[0]
+    assert "are repeated" in notes[0]
 
 
 def test_our_sets_are_asked_in_equal_parts_by_kind() -> None:
@@ -245,7 +246,7 @@ def test_our_sets_may_be_a_folder_or_packed(tmp_path: Path) -> None:
         ("custom", '{"prompt": "a"', "line 2: "),
         ("custom", '{"prompt": 5}', r"line 2: Expected `str \| null`, got `int` - at `\$.prompt`.*output_tokens"),
         ("custom", '{"text": "a"}', "line 2: expected one of `prompt` and `messages`"),
-        ("custom", '{"prompt": "a", "output_tokens": 0}', "line 2: `output_tokens` is 0; give at least 1"),
+        ("custom", '{"prompt": "a", "output_tokens": 0}', "line 2: `output_tokens` is 0; must be at least 1"),
         ("custom", '{"messages": []}', "line 2: `messages` needs at least one message"),
         ("custom", '{"messages": [{"content": "x"}]}', "line 2: `messages` needs.*`role`"),
         (
@@ -272,12 +273,12 @@ def test_a_bad_line_is_named_with_its_field_and_the_fix(tmp_path: Path, name: An
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"dataset_name": "sonnet"}, "--dataset-name sonnet: give one of random, sharegpt"),
+        ({"dataset_name": "sonnet"}, "--dataset-name sonnet: expected one of random, sharegpt"),
         ({"dataset_name": "custom"}, "needs --dataset-path"),
         ({"dataset_name": "redline"}, "such as models/kimi-nano/eval"),
         ({"dataset_name": "custom", "dataset_path": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl: cannot be read"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio 1.0"),
-        ({"random_input_len": 0}, "--random-input-len 0: give at least 1"),
+        ({"random_input_len": 0}, "--random-input-len 0: must be at least 1"),
         (
             {"random_input_len": 1, "random_range_ratio": 0.3},
             "with --random-range-ratio 0.3 some prompts would have no token",
@@ -301,12 +302,12 @@ def test_lines_must_say_lengths_where_only_they_may(tmp_path: Path) -> None:
 
 def test_messages_need_a_chat(tmp_path: Path) -> None:
     path = written(tmp_path / "p.jsonl", {"messages": [{"role": "user", "content": "x"}]})
-    with pytest.raises(ConfigError, match="line 1: `messages` need a chat; give --backend openai-chat"):
+    with pytest.raises(ConfigError, match="line 1: `messages` need a chat API; use --backend openai-chat"):
         asks(DatasetConfig(dataset_name="custom", dataset_path=path, backend="openai"), None)
 
 
 def test_a_file_of_nothing_usable_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no prompt of it can be used"):
+    with pytest.raises(ConfigError, match="contains no usable prompt"):
         asks(DatasetConfig(dataset_name="custom", dataset_path=written(tmp_path / "none.jsonl")), None)
 
 
@@ -336,5 +337,5 @@ def test_inferencex_asks_ten_prompts_and_two_warmups_of_each_stream() -> None:
 def test_no_preset_leaves_the_flags_as_they_are_and_an_unknown_one_is_named() -> None:
     config, pace = with_preset(None, {"num_prompts": 5}, {"rate": 2.0})
     assert (config.num_prompts, pace.rate, pace.max_concurrency) == (5, 2.0, None)
-    with pytest.raises(ConfigError, match="--preset lamda: give one of lambda, inferencex-8k-1k"):
+    with pytest.raises(ConfigError, match="--preset lamda: expected one of lambda, inferencex-8k-1k"):
         with_preset("lamda", {}, {})

@@ -1,4 +1,4 @@
-"""What the dialects send, and what they understand of each event."""
+"""The requests that the dialects send, and their parsing of each event."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_thinking_under_both_names_is_taken_once():
 
 def test_which_events_of_a_chat_are_chunks():
     assert CHAT.read(_event(delta={"content": "a"})).kind == "answer"
-    assert CHAT.read(_event(delta={"content": ""})).kind == "answer"  # a token whose text is held back
+    assert CHAT.read(_event(delta={"content": ""})).kind == "answer"  # a token with no text yet
     assert CHAT.read(_event(delta={"role": "assistant", "content": ""})).kind is None
     assert CHAT.read(_event(delta={}, finish_reason="stop")).kind is None
     assert CHAT.read(_event(delta={"function_call": {"name": "f", "arguments": ""}})).kind == "tool"

@@ -1,4 +1,4 @@
-"""Intervals hold the truth as often as they say."""
+"""Intervals contain the true value with their nominal frequency."""
 
 import numpy as np
 import pytest

@@ -27,7 +27,7 @@ class Pairs:
 def test_the_figures_of_an_answer_that_thinks():
     row = measured(steady(2.0, 0.01, 301, thought=100), workload="w", run=0)
     assert row.ttft == pytest.approx(2.0)
-    assert row.answer_ttft == pytest.approx(3.0)  # 100 tokens of thinking later
+    assert row.answer_ttft == pytest.approx(3.0)  # after 100 tokens of thinking
     assert row.thinking == pytest.approx(1.0)
     assert row.speed == pytest.approx(100.0)  # 300 tokens after the first, in 3 s
     assert row.end_to_end == pytest.approx(3.0 + 5.0)  # 500 tokens at that speed
@@ -35,13 +35,13 @@ def test_the_figures_of_an_answer_that_thinks():
 
 
 def test_what_came_with_the_first_read_is_no_part_of_the_speed():
-    """Four tokens at once, as with drafts; then six more in a second."""
+    """Four tokens in the first read, as with draft tokens; then six more in a second."""
     first = [(1.0, "ab", "answer")] * 4
     later = [(1.0 + 0.5 * at, "abcdef", "answer") for at in (1, 2)]
     said = answer(*first, *later, tokens=10)  # type: ignore[arg-type]
     assert output_speed(said, 10) == pytest.approx(10 * 12 / 20)  # by characters: 12 of 20 came later
     counted = answer(*first, *later, tokens=6, counted=True)  # type: ignore[arg-type]
-    assert output_speed(counted, 6) == pytest.approx(2.0)  # the events say: 2 of 6
+    assert output_speed(counted, 6) == pytest.approx(2.0)  # by the events' counts: 2 of 6 came later
 
 
 def test_tokens_of_another_vocabulary_have_their_own_speed():
@@ -53,7 +53,7 @@ def test_tokens_of_another_vocabulary_have_their_own_speed():
 
 
 def test_hidden_thinking_is_measured_over_the_last_four_fifths():
-    """40 tokens of thinking that nobody saw; ten events of the answer, the first two of which came in a burst."""
+    """40 tokens of thinking that are not sent; ten events of the answer, the first two of which came in a burst."""
     late = [(5.0, "ab", "answer"), (5.001, "ab", "answer"), *((5.0 + at, "ab", "answer") for at in range(1, 9))]
     row = measured(answer(*late, tokens=50, reasoning=40), workload="w", run=0)  # type: ignore[arg-type]
     assert row.hidden_thinking
@@ -79,9 +79,9 @@ def test_a_vocabulary_that_was_given_is_not_asked_for():
         (said,) = (
             text
             for text in leaderboard.differs(TARGET, of, 1, o200k=True, tokenizer=given)
-            if "tokens of prompt" in text
+            if "prompt tokens, not" in text
         )
-        assert ("makes prompts of that length" in said) == (not given)
+        assert ("gives prompts of that length" in said) == (not given)
 
 
 def test_who_was_still_thinking_is_later_than_all_others():
@@ -139,7 +139,7 @@ def test_what_was_measured_until_ctrl_c_is_kept():
 def test_a_server_with_too_little_room_is_named_with_what_would_fit():
     with pytest.raises(ConfigError, match=r"--input-len 10000 and .*11564.*4096.*--input-len 2532 would fit"):
         check_fits(Workload(10_000, 1500), 4096)
-    with pytest.raises(ConfigError, match="smaller --output-len"):
+    with pytest.raises(ConfigError, match="reduce --output-len"):
         check_fits(Workload(10_000, 1500), 1024)
     check_fits(Workload(2532, 1500), 4096)
     check_fits(Workload(10_000, 1500), None)
@@ -181,4 +181,4 @@ def test_answers_whose_tokens_nobody_counted_are_told():
         leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False)
         for row in (measured(one, workload="w", run=0) for one in (bare, steady(1.0, 0.1, 20)))
     ]
-    assert [any("1 answers have no count of tokens" in text for text in texts) for texts in said] == [True, False]
+    assert [any("1 answers have no token count" in text for text in texts) for texts in said] == [True, False]

@@ -1,4 +1,4 @@
-"""Loads with and without a schedule, and their ends before the end."""
+"""Loads with and without a schedule, and runs that end early."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ ASKS = tuple(Ask(max_tokens=1, text=f"question {place}") for place in range(12))
 
 
 class _Slow:
-    """A server whose answers take some time; most: how many it had at once."""
+    """A server with slow answers; most: its maximum number of concurrent requests."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -36,7 +36,7 @@ class _Slow:
 
 
 async def _loaded(server: _Slow, pace: Pace, watched: list[Live] | None = None) -> tuple[Run, list[bytes]]:
-    """At times of a clock that goes on where nothing else is left to do."""
+    """Run a load with a clock that jumps ahead whenever the event loop is idle."""
     clock = FakeClock()
     with clock.installed(), clock.jumps(asyncio.get_running_loop(), IDLE_S):
         async with serving(server.reply) as (port, requests):
@@ -51,12 +51,12 @@ def test_places_are_filled_as_they_come_free():
     assert server.most == 3
     assert len(requests) == 12
     assert all(b"question 0" in request or b"question 1" in request for request in requests[:2])
-    assert [answer.ask.text for answer in run.answers] == [ask.text for ask in ASKS[2:]]  # each is asked once
+    assert [answer.ask.text for answer in run.answers] == [ask.text for ask in ASKS[2:]]  # each is sent once
     assert [answer.index for answer in run.answers] == list(range(10))
     assert all(answer.failure is None and answer.text == "a" for answer in run.answers)
     assert 0.3 <= run.seconds < 3
     assert not run.stopped
-    # Planned when a place was free: a fourth of the requests at a time.
+    # Planned when a place was free: in four groups of at most three requests.
     assert run.answers[3].planned == pytest.approx(min(answer.end for answer in run.answers[:3]), abs=0.05)
     assert watched[-1][:5] == (10, 10, 0, 0, 10)
     assert run.generator.cpu_share > 0
@@ -68,7 +68,7 @@ def test_a_request_that_is_held_up_keeps_its_planned_time():
     assert [answer.planned for answer in run.answers] == pytest.approx([0.02 * place for place in range(1, 13)])
     waits = [(answer.taken or 0.0) - answer.planned for answer in run.answers]
     assert waits[0] < 0.05
-    assert waits[-1] > 0.7  # eleven answers of 0.1 s were before it, and its time came after 0.24 s
+    assert waits[-1] > 0.7  # eleven answers of 0.1 s came before it, and it was due at 0.24 s
 
 
 def test_a_schedule_is_kept_where_nothing_holds_it_up():

@@ -39,14 +39,14 @@ def test_an_answer_that_only_thought_has_no_first_answer_token_and_a_tool_call_i
     closed = answer(at=(0.2, 0.3, 0.4), kinds="tta", thinking="hm", text="")
     empty = msgspec.structs.replace(closed.chunks[2], characters=0)
     closed = msgspec.structs.replace(closed, chunks=(*closed.chunks[:2], empty))
-    assert metrics.answer_ttft(closed) is None, "an event with a finish_reason and no text is no answer"
+    assert metrics.answer_ttft(closed) is None, "an event with a finish_reason and no text is not an answer token"
     called = answer(at=(0.2, 0.4), kinds="tc", thinking="hm", text="")
     assert metrics.answer_ttft(called) == pytest.approx(0.4)
     assert metrics.thinking(answer()) is None
 
 
 def test_tokens_per_second_are_of_tokens_and_not_of_chunks():
-    """Three drafts held in each step: five chunks carry 17 tokens."""
+    """Three draft tokens accepted per step: five chunks carry 17 tokens."""
     one = answer(usage=Usage(completion_tokens=17))
     assert metrics.tpot(one) == pytest.approx(0.4 / 16)
     assert metrics.itls(one) == pytest.approx([0.1] * 4)
@@ -92,7 +92,7 @@ def test_figures_have_vllms_keys_and_leave_failures_out_of_latencies():
     assert found["output_lens"] == [5, 5, 0]
     assert found["errors"] == ["", "", "the server closed the connection"]
     assert found["max_concurrent_requests"] == 3
-    assert found["max_output_tokens_per_s"] == pytest.approx(5)  # the second's begin in the next second
+    assert found["max_output_tokens_per_s"] == pytest.approx(5)  # those of the second answer begin in the next second
     assert found["request_goodput"] is None
 
 
@@ -104,7 +104,7 @@ def test_where_all_failed_latencies_are_unknown_and_not_zero():
 def test_an_answer_without_a_token_has_failed_even_where_the_server_says_otherwise():
     found = figures(run(answer(at=(), text="")))
     assert (found["completed"], found["failures"]) == (0, {"empty": 1})
-    assert "nothing had come" in found["errors"][0]
+    assert "without any token" in found["errors"][0]
 
 
 def test_what_the_run_itself_cut_off_is_not_the_servers_failure():
@@ -146,4 +146,4 @@ def test_thinking_and_cached_tokens_are_told_where_the_server_says_them():
 def test_a_failed_answer_keeps_no_slo():
     failed = answer(at=(), failure="http", error="503", text="")
     assert not metrics.keeps(failed, {"tpot": 50.0})
-    assert metrics.keeps(answer(at=(0.1,)), {"tpot": 50.0})  # one token has no time between two
+    assert metrics.keeps(answer(at=(0.1,)), {"tpot": 50.0})  # an answer of one token has no ITL

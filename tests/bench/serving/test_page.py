@@ -1,4 +1,4 @@
-"""The page of results: what others said stays text in it, nothing is loaded, and the data are what was given."""
+"""The page of results: texts of others are escaped, nothing is loaded from elsewhere, and the data are unchanged."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ EVIL = "</script><!-- <script>alert(1)</script> \"quoted\" 'so' & so <img src=x 
 
 
 class Elements(HTMLParser):
-    """Collects what a browser would: elements with attributes, and the text of scripts and styles."""
+    """Collects what a browser would parse: elements with attributes, and the text of scripts and styles."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -91,7 +91,8 @@ def test_a_series_of_nothing_and_a_page_of_nothing_are_pages():
 def test_nothing_is_loaded_from_elsewhere_and_the_policy_names_what_runs():
     page = render("t", [Words(text="said")])
     found = Elements(page)
-    assert set(re.findall(r"[a-z]+://[^\s\"'`)]*", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    # a namespace, not an address that is loaded
+    assert set(re.findall(r"[a-z]+://[^\s\"'`)]*", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|url\(|\bsrc=|\bfetch\(|XMLHttpRequest|WebSocket|sendBeacon|import\(", page)
     assert not [attributes for _, attributes in found.elements if {"src", "href", "style"} & set(attributes)]
     policies = [dict(a)["content"] for tag, a in found.elements if a.get("http-equiv") == "Content-Security-Policy"]
@@ -119,7 +120,7 @@ def test_the_script_writes_text_alone(word: str):
 
 
 def test_a_page_is_small():
-    """One that is mailed: the frame is some tens of KB, and a number costs its digits."""
+    """Small enough to be mailed: an empty page is some tens of KB, and a number costs only its digits."""
     assert len(render("t", []).encode()) < 48_000
     many = tuple(float(at) for at in range(10_000))
     assert len(render("t", [plot(Series(name="s", x=many, y=many))]).encode()) < 48_000 + 16 * 10_000

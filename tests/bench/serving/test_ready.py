@@ -1,4 +1,4 @@
-"""A server is waited for within bounds, and what its drafts did is read from its own counters."""
+"""The wait for a server is bounded, and speculative decoding's figures are read from the server's own counters."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ vllm:num_requests_running{model_name="position=\\"7\\""} 1.0
 
 @contextmanager
 def server(*answers: tuple[int, bytes]) -> Generator[Target]:
-    """Answers with these one after the other, and with the last from then on."""
+    """A server that gives these answers in turn, and repeats the last one."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -68,14 +68,14 @@ def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
     with server((503, b""), listed, (503, b"of /health"), listed) as target:
         assert models(target, None, told.append, wait=lambda _: None) == ("m",)
     assert len(told) == 1
-    assert "is not ready (503); waiting 600 s at most" in told[0]
+    assert "is not ready (503); waiting up to 600 s" in told[0]
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(None, 10), (0.0, 0), (3.0, 3)])
 def test_where_nobody_listens_the_wait_has_an_end(seconds: float | None, waits: float):
     clock = Clock()
     target = Target(base_url="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*--base-url right"):
+    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*check --base-url"):
         models(target, seconds, lambda _: None, clock=clock, wait=clock.wait)
     assert clock.now == waits
 
@@ -117,10 +117,10 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
                     self.wfile.write(b" " * 64)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     over = threading.Event()
-    seconds = itertools.count()  # of a clock that goes on by one with each part of the answer
+    seconds = itertools.count()  # a clock that advances by one second with each part of the answer
     monkeypatch.setattr("redline.bench.serving.ready.clock", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()

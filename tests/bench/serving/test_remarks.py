@@ -1,4 +1,4 @@
-"""What a reader is told beside the figures: who was the limit, and what latencies leave out."""
+"""Remarks next to the figures: whether the load generator was the limit, and what latencies leave out."""
 
 import math
 
@@ -20,9 +20,9 @@ BUSY = {"cpu_share": 0.1, "lag_p50": 0.0001, "lag_p99": 0.0004, "lag_most": 0.00
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"cpu_share": 0.95}, "no processor time left"),
-        ({"lag_p99": 0.02}, "it woke late"),
-        ({"late_sends": 3}, "it sent late"),
+        ({"cpu_share": 0.95}, "it used a whole core"),
+        ({"lag_p99": 0.02}, "its timers were late"),
+        ({"late_sends": 3}, "it sent requests late"),
     ],
 )
 def test_a_load_generator_that_is_the_limit_says_so(change: dict[str, float], reason: str):
@@ -40,13 +40,13 @@ def test_a_wait_that_latencies_leave_out_is_said():
     pace = Pace(rate=10.0, max_concurrency=1)
     on_time = schedule_remark(pace, [answer(sent=0.0001), answer(planned=0.1)])
     assert not on_time.warning
-    assert "leave nothing out" in on_time.text
+    assert "include all waiting" in on_time.text
     late = schedule_remark(pace, [answer(), answer(planned=0.1, sent=1.0)])
     assert late.warning
     assert "coordinated omission" in late.text
     closed = schedule_remark(Pace(rate=math.inf, max_concurrency=4), [answer(sent=9.0)])
     assert not closed.warning
-    assert "no schedule (4 at once)" in closed.text
+    assert "no schedule (at most 4 concurrent)" in closed.text
 
 
 def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
@@ -68,9 +68,9 @@ def test_what_puts_figures_in_doubt_is_a_warning():
     uncounted = answer(0, usage=Usage(prompt_tokens=3))
     skipped = answer(1, at=(), failure="skipped", text="")
     warned = " ".join(words.text for words in remarks(served(uncounted, skipped, stopped=True)) if words.warning)
-    assert "1 of 2 requests were asked, and 0 of them were cut off" in warned
+    assert "1 of 2 requests were sent, and 0 of them were cut off" in warned
     assert "each event was counted as one token" in warned
-    assert "ended before the tokens asked for" in warned
+    assert "ended before max_tokens" in warned
     calm = remarks(served(answer(0, max_tokens=5)))
     assert not [words for words in calm if words.warning]
 
@@ -79,22 +79,22 @@ def test_events_of_several_tokens_and_events_that_come_together_are_told():
     text = " ".join(words.text for words in remarks(served(answer(usage=Usage(completion_tokens=15), max_tokens=15))))
     assert "3.00 tokens on average" in text
     together = answer(at=(0.5, 0.5, 0.5, 0.6, 0.6), max_tokens=5)
-    assert "75% of events came in one read" in " ".join(words.text for words in remarks(served(together)))
+    assert "75% of events arrived in the same read" in " ".join(words.text for words in remarks(served(together)))
 
 
 def test_the_sections_of_a_result():
     thinks = answer(2, at=(0.1, 0.2, 0.3), kinds="tta", thinking="hm", max_tokens=3)
     failed = answer(3, at=(0.1,), failure="dropped", error="the server closed the connection")
-    mismatch = {"index": 2, "check": "text", "said": 9, "seen": 3, "text": "usage says 9"}
+    mismatch = {"index": 2, "check": "text", "said": 9, "seen": 3, "text": "usage reports 9"}
     result = served(answer(0), answer(1, sent=0.3), thinks, failed, details={"mismatches": [mismatch] * 25})
     sections = serve_sections(result)
     tables = {section.title: section for section in sections if isinstance(section, Table)}
-    assert list(tables) == ["Throughput", "Latency, ms", "Failures: dropped 1", "Usage that does not add up: text 25"]
+    assert list(tables) == ["Throughput", "Latency, ms", "Failures: dropped 1", "Inconsistent usage: text 25"]
     assert ("requests completed", "3") in tables["Throughput"].rows
     latency = {row[0]: row[1:] for row in tables["Latency, ms"].rows}
     assert latency["TTFT, to the first token"][0] == "366.67"
     assert ("dropped", "1", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
-    assert tables["Usage that does not add up: text 25"].note.startswith("5 more")
+    assert tables["Inconsistent usage: text 25"].note.startswith("5 more")
     assert any(isinstance(section, Words) for section in sections)
     plots = {section.title: section for section in sections if isinstance(section, Plot)}
     assert len(plots) == 6
@@ -131,12 +131,12 @@ def test_what_a_vocabulary_has_counted_is_not_called_uncounted():
     measured = run(answer(0, usage=Usage(prompt_tokens=3)))
     for counts, warned in ((None, True), (Letters(), False)):
         result = Result(kind="serve", figures=figures(measured, counts=counts), answers=measured.answers)
-        assert any("no count of tokens" in words.text for words in remarks(result)) == warned
+        assert any("no token count" in words.text for words in remarks(result)) == warned
 
 
 def test_a_run_too_short_to_time_the_generator_does_not_clear_it():
     still = GeneratorLoad(cpu_share=0.1, lag_p50=0.0, lag_p99=0.0, lag_most=0.0, late_sends=0)
     said = generator_remark(still, [answer()])
     assert "was not the limit" not in said.text
-    assert "Nothing was timed" in said.text
+    assert "The run was too short" in said.text
     assert generator_remark(msgspec.structs.replace(still, cpu_share=0.95), [answer()]).warning

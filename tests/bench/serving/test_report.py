@@ -1,4 +1,4 @@
-"""Saved results as sections and as one page: what is compared, how each is called, and what is refused."""
+"""Saved results as sections and as one page: which are compared, their names, and which are refused."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.bench.serving.test_page import data_of
 
 
 def result(pause: float = 0.1, *, server: str = "http://127.0.0.1:1", **more: Any) -> Result:
-    """Four requests of five tokens, the first after five pauses."""
+    """Four requests of five tokens, with `pause` seconds between tokens, and five times that before the first."""
     at = tuple(pause * n for n in range(5, 10))
     load = run(*(answer(n, planned=0.1 * n, at=at) for n in range(4)))
     figures = {**metrics.figures(load), "model_id": "nano", "num_prompts": 4, **more}
@@ -44,9 +44,9 @@ def test_loads_stand_beside_one_another_in_a_table_and_in_plots():
     assert [row[0] for row in table.rows] == ["slow", "fast"]
     place = table.columns.index("TTFT median, ms")
     assert [row[place] for row in table.rows] == ["1,000.0", "500.0"]
-    trade = plots(found)["Throughput and what one user has of it"]
+    trade = plots(found)["Throughput and interactivity"]
     assert [one.x[0] for one in trade.series] == pytest.approx([5, 10])  # 1 / TPOT
-    ttft = plots(found)["Time to the first token (TTFT)"]
+    ttft = plots(found)["Time to first token (TTFT)"]
     assert [one.name for one in ttft.series] == ["slow", "fast"]
     assert [one.x[-1] for one in ttft.series] == pytest.approx([1000, 500])
     assert [(one.y[0], one.y[-1]) for one in ttft.series] == [(0, 100)] * 2
@@ -60,7 +60,7 @@ def test_one_load_is_compared_with_nothing_and_other_kinds_only_with_their_own()
 def test_the_page_of_several_has_what_is_compared_then_each_then_where_it_is_from():
     data = data_of(page_of([("a", result(0.2)), ("b", result(0.1))]))
     headings = [section["text"] for section in data["sections"] if section["type"] == "Heading"]
-    assert headings == ["Beside one another", "a", "b", "Where the numbers come from"]
+    assert headings == ["Comparison", "a", "b", "Where the numbers come from"]
     origins = data["sections"][-1]
     assert origins["columns"] == ["", "command", "server", "machine", "versions"]
     assert origins["rows"][0] == [
@@ -97,7 +97,7 @@ def test_plots_that_every_result_has_become_one():
         return name, [Words(text="said"), both, alone]
 
     found = list(merged([part("A", 1.0), part("B", 2.0)]))
-    assert [plot.title for plot in found] == ["TTFT"]  # the other's axes differ
+    assert [plot.title for plot in found] == ["TTFT"]  # the axes of the other plot differ
     assert [one.name for one in found[0].series] == ["A: p50", "A: p99", "B: p50", "B: p99"]
     assert [mark.text for mark in found[0].marks] == ["SLO", "A: kept", "B: kept"]
 
@@ -105,7 +105,7 @@ def test_plots_that_every_result_has_become_one():
 def test_an_unknown_kind_and_a_result_without_its_details_are_refused():
     with pytest.raises(ConfigError, match="kind 'dance': expected one of serve, vllm"):
         sections_of(Result(kind="dance", figures={}))
-    with pytest.raises(ConfigError, match="what its page needs is not in it: 'completed'"):
+    with pytest.raises(ConfigError, match="is incomplete: 'completed'"):
         sections_of(Result(kind="serve", figures={}))
 
 
@@ -120,8 +120,8 @@ def test_the_verb_prints_tables_and_writes_a_page(tmp_path: Path):
     assert "11.5" in done.output
     assert f"written to {page}" in done.output.replace("\n", "")
     sections = data_of(page.read_text())["sections"]
-    assert sections[0] == {"type": "Heading", "text": "Beside one another"}
-    trade = next(section for section in sections if section.get("title", "").startswith("Throughput and what"))
+    assert sections[0] == {"type": "Heading", "text": "Comparison"}
+    trade = next(section for section in sections if section.get("title", "").startswith("Throughput and interactivity"))
     assert [one["x"][0] for one in trade["series"]] == pytest.approx([10.0, 12.5])
 
 

@@ -1,4 +1,4 @@
-"""A result is read as it was written, by us and by vLLM's users, and holds no secret."""
+"""A result is read as it was written, by us and by vLLM's users, and contains no secret."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def test_vllms_users_find_their_keys_at_the_top(tmp_path: Path):
     assert (found["model_id"], found["request_rate"], found["completed"]) == ("nano", "inf", 1)
     assert "mean_ttft_ms" in found
     assert "itls" not in found
-    assert "abcde" not in path.read_text(), "texts are kept where --save-detailed asks for them"
+    assert "abcde" not in path.read_text(), "texts are only saved with --save-detailed"
     saved.save(path, result(), detailed=True)
     found = json.loads(path.read_text())
     assert found["generated_texts"] == ["abcde", ""]
@@ -110,7 +110,7 @@ def test_rows_of_vllms_client_are_read_where_it_saved_them(tmp_path: Path):
     assert (second.sent, metrics.e2el(second)) == (0.0, pytest.approx(0.3))
     assert (failed.failure, failed.error, failed.chunks) == ("server", "TimeoutError: too late", ())
     path.write_text(json.dumps({**whole, "ttfts": [0.1]}))
-    with pytest.raises(ConfigError, match="lists per request"):
+    with pytest.raises(ConfigError, match="per-request lists"):
         saved.read(path)
 
 
@@ -123,15 +123,15 @@ def altered(change: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"not json", "no result of a benchmark"),
+        (b"not json", "is not a benchmark result"),
         (b"[1]", "expected one JSON object"),
         (b'{"a": 1}', "neither a result"),
-        (b'{"redline": 3}', "cannot be read"),
+        (b'{"redline": 3}', "is invalid"),
         (altered(lambda ours: ours.update(format=99)), "has format 99"),
-        (altered(lambda ours: ours["rows"][0].update(kinds="a3")), "not those of 5 chunks"),
-        (altered(lambda ours: ours["rows"][0].update(kinds="a999999999999")), "not those of 5 chunks"),
+        (altered(lambda ours: ours["rows"][0].update(kinds="a3")), "do not match 5 chunks"),
+        (altered(lambda ours: ours["rows"][0].update(kinds="a999999999999")), "do not match 5 chunks"),
         (altered(lambda ours: ours["rows"][0].update(kinds="z5")), "expected kinds such as"),
-        (altered(lambda ours: ours["rows"][0].update(characters=[1])), "not equally many"),
+        (altered(lambda ours: ours["rows"][0].update(characters=[1])), "differ in number"),
     ],
 )
 def test_what_is_no_result_is_told_in_one_line(tmp_path: Path, data: bytes, message: str):

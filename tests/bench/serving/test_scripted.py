@@ -1,4 +1,4 @@
-"""The scripted server by itself: it keeps its plan, says what the script says, and goes wrong in the way asked for."""
+"""The scripted server by itself: its times, its content and its faults are those of the script."""
 
 import asyncio
 import fcntl
@@ -23,7 +23,7 @@ from tests.bench.serving.scripted import HOST, Line, Scripted
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, until
 
-EARLY_S = 1e-5  # that a sum of gaps may be off by rounding
+EARLY_S = 1e-5  # rounding error of a sum of gaps
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,12 @@ def send(link: socket.socket, path: str = "/v1/chat/completions", **body: Any) -
 
 
 def rest(link: socket.socket) -> bytes:
-    """All that comes until the response ends or the server closes."""
+    """All bytes until the response ends or the server closes."""
     return rest_of(link, b"")
 
 
 def rest_of(link: socket.socket, data: bytes) -> bytes:
-    """The same, behind what has come already."""
+    """The same, after the bytes already received."""
     while not data.endswith(b"0\r\n\r\n") and (part := link.recv(1 << 16)):
         data += part
     return data
@@ -73,11 +73,11 @@ def test_events_leave_when_they_were_planned_and_the_log_says_so(server: Scripte
     row = server.named()["plan"]
     assert row.tokens == (1,) * 31
     plan = [row.received + 0.02 + sum(gaps) * (i // 3) + sum(gaps[: i % 3]) for i in range(31)]
-    assert all(at - due > -EARLY_S for at, due in zip(row.events, plan, strict=True)), "nothing is before its time"
+    assert all(at - due > -EARLY_S for at, due in zip(row.events, plan, strict=True)), "no event is early"
 
 
 def test_the_time_of_an_event_is_read_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch):
-    """So nobody has read an event before its time."""
+    """So no client can read an event before its logged time."""
     here, there = socket.socketpair()
     transport = mock.Mock(asyncio.Transport)
     transport.get_extra_info.return_value = here
@@ -233,7 +233,7 @@ def test_places_let_further_requests_wait():
 
 
 def test_answers_in_step_move_together(server: Scripted):
-    """None before the next whole step behind its gap."""
+    """The first event is sent at the next multiple of the gap, and each further one a gap later."""
     with connect(server.port) as one, connect(server.port) as two:
         for name, link in (("one", one), ("two", two)):
             send(link, script={"name": name, "tokens": 5, "gaps_s": [0.1], "in_step": True})
@@ -249,12 +249,12 @@ def test_who_reads_slowly_gets_everything(server: Scripted):
     with connect(server.port) as link:
         send(link, script={"tokens": 50_000, "events_at_once": 64, "logged": False})
         first = link.recv(1)
-        until(lambda: unread(link) > 1 << 16)  # it has not been read while more was sent
+        until(lambda: unread(link) > 1 << 16)  # more was sent while the client did not read
         assert rest_of(link, first).count(b'"content":" the"') == 50_000
 
 
 def unread(link: socket.socket) -> int:
-    """Bytes that have come, and that nobody has read."""
+    """The number of received bytes that have not been read."""
     found = array("i", [0])
     fcntl.ioctl(link, termios.FIONREAD, found)
     return found[0]

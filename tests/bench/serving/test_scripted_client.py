@@ -1,7 +1,8 @@
-"""The client against a server with known delays, and against one that lies, stalls, drops and errs: every row is right.
+"""The client against a server with known delays, and against one that reports wrong counts, stalls, drops and errs:
+every row is right.
 
-Times are compared with the server's log of what it really sent: no event is seen before it was sent, nor sent before
-its time. How much later it is seen depends on the machine; `lab.two_clients` measures that.
+Times are compared with the server's log of actual send times: no event is seen before it was sent, nor sent
+before its time. How much later it is seen depends on the machine; `lab.two_clients` measures that.
 """
 
 import socket
@@ -19,7 +20,7 @@ from tests.bench.serving.scripted import HOST, Scripted
 
 PATIENCE = Patience(connect=60.0, first=60.0, silence=60.0, whole=120.0)
 SHORT = Patience(connect=60.0, first=3.0, silence=3.0, whole=120.0)  # for servers that stall
-EARLY_S = 1e-5  # a clock's and a sum's rounding
+EARLY_S = 1e-5  # rounding error of a clock and of a sum
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def run(
 
 
 def check_times(answers: Sequence[Answer], log: dict[str, Logged]) -> None:
-    """Each event and each end is seen after it was sent: counted from the request, which was sent before it came."""
+    """Each event and each end is seen after it was sent; times count from when the request was sent or received."""
     for answer in answers:
         assert answer.error is None, answer.error
         assert answer.sent is not None
@@ -220,10 +221,11 @@ def test_a_stream_without_its_last_word_is_an_answer_all_the_same(server: Script
 
 
 def test_a_schedule_that_a_slow_server_holds_up_is_measured_from_its_plan(server: Scripted):
-    """Coordinated omission: one request that takes long delays those behind it, and their rows must show it."""
+    """Coordinated omission: one slow request delays those after it, and their rows must show it."""
     asks = [ask("long", tokens=2, gaps_s=[0.4]), *(ask(f"behind {i}", tokens=2) for i in range(4))]
     answers = run(server, asks, Pace(rate=50.0, burstiness=float("inf"), max_concurrency=1)).answers
     for number, answer in enumerate(answers[1:], 1):
         assert answer.sent is not None
-        assert answer.planned == pytest.approx(number / 50, abs=0.021)  # of a schedule: no clock is in it
+        # planned by the schedule, independent of the clock
+        assert answer.planned == pytest.approx(number / 50, abs=0.021)
         assert answer.sent > answers[0].end - EARLY_S, "it has waited"

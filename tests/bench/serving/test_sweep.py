@@ -1,4 +1,4 @@
-"""Sweeps over servers whose behaviour is a formula."""
+"""Sweeps over servers that behave according to a formula."""
 
 import msgspec
 import pytest
@@ -41,7 +41,7 @@ def made(load: float, throughput: float, e2el: float, kept: float | None = None,
 
 
 def server(load: float, limit: float = 8.0) -> Point:
-    """100 tokens/s a stream up to a limit; beyond it throughput stands still, and every stream waits longer."""
+    """100 tokens/s a stream up to a limit; beyond it throughput is constant, and every stream waits longer."""
     throughput = 100.0 * min(load, limit)
     share = 1.0 if load <= 6 else 0.5
     return made(load, throughput, 1.0 if load <= limit else load / limit, share)
@@ -59,7 +59,7 @@ def test_the_figures_of_a_point():
     assert of.interactivity == pytest.approx(1 / 0.075)
     whole = (2.0 / 11, 1.5 / 11)
     assert of.interactivity_e2e_p90 == pytest.approx(1 / (whole[1] + 0.9 * (whole[0] - whole[1])))
-    assert of.kept == pytest.approx(1 / 3)  # the first is too slow a token, the last failed
+    assert of.kept == pytest.approx(1 / 3)  # the first misses the TPOT target, the last failed
     assert of.goodput == pytest.approx(0.1)
     assert [row.error for row in of.rows] == ["", "", "it http"]
     assert of.name == "2 streams"
@@ -85,13 +85,15 @@ def test_a_sweep_stops_where_load_only_costs():
     plan = Plan(by="streams", loads=tuple(sweep.doubling(256)))
     points: list[Point] = []
     assert sweep.sweep(plan, points, server, lambda: None)
-    assert [one.load for one in points] == [1, 2, 4, 8, 16, 32]  # the first in vain may be chance, the second is not
+    # one point without gain may be chance, the second is not
+    assert [one.load for one in points] == [1, 2, 4, 8, 16, 32]
     assert "Not measured: 64, 128, 256" in " ".join(sweep.verdict(plan, points))
 
 
 def test_one_point_that_falls_far_is_enough():
     assert sweep.saturated([made(1, 100, 1), made(2, 60, 3)])
-    assert not sweep.saturated([made(1, 100, 1), made(2, 60, 1)])  # no slower for anybody: something else was
+    # latency did not rise, so the fall has another reason
+    assert not sweep.saturated([made(1, 100, 1), made(2, 60, 1)])
     assert not sweep.saturated([made(1, 100, 1), made(2, 101, 2)])
 
 
@@ -129,7 +131,7 @@ def test_where_the_lowest_load_breaks_the_slos_the_search_goes_below_it():
     sweep.sweep(plan, points, server, lambda: None)
     assert [one.load for one in points] == [8, 16, 4, 6, 7]
     nothing = Plan(by="streams", loads=(8.0,), slos={"ttft": 100.0})
-    assert "no load that was measured keeps them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
+    assert "no measured load meets them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
 
 
 def test_a_search_for_what_is_not_there_ends():
@@ -163,15 +165,15 @@ def test_the_verdict_names_the_slos_point_and_where_a_line_crosses():
     plan = Plan(by="streams", loads=(4.0, 8.0), slos={"ttft": 100.0}, attainment=0.9)
     said = " ".join(sweep.verdict(plan, [server(4), server(8)], gpus=2))
     assert "800 output tokens/s" in said
-    assert "(400 a GPU)" in said
-    assert "kept up to 4 streams" in said
-    assert "8 streams breaks them (50.0% kept)" in said
+    assert "(400 per GPU)" in said
+    assert "met up to 4 streams" in said
+    assert "8 streams violates them (50.0% met them)" in said
     assert sweep.crossing(server(4), server(8), 0.9) == pytest.approx(4.8)
 
 
 def test_a_busy_load_generator_is_said():
     plan = Plan(by="streams", loads=(1.0,))
-    assert "itself the limit at 1 stream" in " ".join(sweep.verdict(plan, [made(1, 100, 1, cpu_share=0.97)]))
+    assert "was the limit at 1 stream" in " ".join(sweep.verdict(plan, [made(1, 100, 1, cpu_share=0.97)]))
 
 
 def test_a_page_is_made_of_what_a_file_holds():
@@ -198,8 +200,6 @@ def test_a_point_whose_tokens_nobody_counted_is_told():
     bare = msgspec.structs.replace(steady(1.0, 0.1, 11), usage=None)
     of = point(1, "streams", run(bare), {})
     assert of.uncounted == 1
-    assert any(
-        "1 answers have no count of tokens" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of])
-    )
+    assert any("1 answers have no token count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of]))
     known = point(1, "streams", run(steady(1.0, 0.1, 11)), {})
     assert not any("no count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [known]))

@@ -24,7 +24,7 @@ def test_random_texts_have_exactly_the_tokens_asked_for(vocabulary) -> None:
         opening = draw.randint(1, tokens)
         text = texts.opening(opening, draw) + texts.stretch(tokens - opening, draw)
         assert len(vocabulary.encode(text)) == tokens
-        assert text.strip() == text  # a chat template that strips changes no count
+        assert text.strip() == text  # so a chat template that strips changes no count
 
 
 def test_a_vocabulary_with_word_marks_and_a_token_in_front_adds_up_too(tmp_path: Path) -> None:

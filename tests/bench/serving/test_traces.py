@@ -1,4 +1,4 @@
-"""Traces of sessions: made up by a seed, written, read, and refused where they are none."""
+"""Traces of sessions: generated from a seed, written, read, and refused if they are malformed."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SMALL = Shape(sessions=4, context_tokens=4000, output_tokens=40, result_tokens=2
 
 
 def tokens(session: Session) -> int:
-    """Of the whole history at the end, as a server without a template would count them."""
+    """Tokens of the whole history at the end, as a server without a template would count them."""
     texts = [str(message.get("content") or "") for turn in session.turns for message in turn.messages]
     return sum(map(by_length, texts)) + sum(turn.output_tokens for turn in session.turns) + by_length(json.dumps(TOOLS))
 
@@ -65,24 +65,24 @@ def test_tests_take_longer_than_reading_a_file():
 
 
 def test_a_budget_without_room_for_a_turn_is_refused():
-    with pytest.raises(ConfigError, match="--context-tokens 100: one turn does not fit; give about"):
+    with pytest.raises(ConfigError, match="--context-tokens 100: one turn does not fit; use at least about"):
         synthesize(Shape(context_tokens=100))
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2: is no session"),
+        ("{", "line 2: not a valid session"),
         ('{"session": "a", "turns": []}', "line 2: `turns` is empty"),
         ('{"session": "a", "turns": [{"messages": [], "output_tokens": 1}]}', "turn 1 needs at least one message"),
         ('{"session": "a", "turns": [{"messages": [{}], "output_tokens": 1}]}', "turn 1 needs at least one message"),
         (
             '{"session": "a", "turns": [{"messages": [{"role": "user"}], "output_tokens": 0}]}',
-            "turn 1: `output_tokens` is at least 1",
+            "turn 1: `output_tokens` must be at least 1",
         ),
         (
             '{"session": "a", "turns": [{"messages": [{"role": "user"}], "output_tokens": 1, "wait_s": -1}]}',
-            "turn 1: `wait_s` is a number of seconds",
+            "turn 1: `wait_s` must be a finite number of seconds",
         ),
     ],
 )
@@ -98,5 +98,5 @@ def test_a_file_that_is_not_there_or_empty_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
-    with pytest.raises(ConfigError, match="has no session"):
+    with pytest.raises(ConfigError, match="contains no session"):
         read(tmp_path / "empty.jsonl")

@@ -16,7 +16,7 @@ TEXTS = ("", "Hello, world!", "naïve 12345 の 漢字\n\n  x", "<|im_end|> is t
 
 @pytest.fixture
 def small_o200k(tmp_path: Path) -> Path:
-    """A file such as o200k_base.tiktoken, with few merges."""
+    """A file in the format of o200k_base.tiktoken, with few merges."""
     tokens = [bytes([value]) for value in range(256)] + [b"th", b"the", b" the", b" a", b" of"]
     path = tmp_path / "o200k_base.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
@@ -77,7 +77,7 @@ def test_o200k_of_tiktokens_cache_and_never_of_the_network(
     [
         (lambda folder: folder, "neither tiktoken.model nor tokenizer.json"),
         (lambda folder: folder / "gone", "does not exist"),
-        (lambda folder: _written(folder / "cl100k_base.tiktoken", ""), "not tiktoken.model, tokenizer.json or"),
+        (lambda folder: _written(folder / "cl100k_base.tiktoken", ""), "expected tiktoken.model, tokenizer.json or"),
         (lambda folder: _written(folder / "tokenizer.json", "{"), "not a tokenizer.json"),
         (lambda folder: _written(folder / "o200k_base.tiktoken", "AA== 0\nx\n"), "line 2"),
     ],

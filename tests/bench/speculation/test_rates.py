@@ -1,4 +1,4 @@
-"""Rates of speculation: sums over sums, and nothing above the floor."""
+"""Generation rates with speculative decoding: all tokens over all seconds, and no rate above its floor."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def test_a_rate_is_all_tokens_over_all_seconds():
 def test_a_rate_above_its_floor_is_no_speed_and_says_why():
     found = rates([Outcome(1.0, 100, [], 0.5)] * 2, [Outcome(0.00004, 100, [], 0.25)] * 2)
     assert (found["k3"].tokens_per_s, found["k3"].times) == (None, None)
-    assert found["k3"].above == "2,500,000 tokens/s came, above the floor's 400"
+    assert found["k3"].above == "2,500,000 tokens/s measured, above the floor's 400"
     assert mean_times(list(found.values())) == {("off", 1): 1}
 
 

@@ -1,4 +1,4 @@
-"""What a decode step has to move and to compute, against counts by hand."""
+"""Bytes and FLOPs of a decode step, against counts by hand."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -13,7 +13,7 @@ CONFIG = kernel_config()
 
 
 def _runner() -> Runner:
-    """As much of one as a step's cost needs."""
+    """A stub with the attributes that a step's cost needs."""
     planes = torch.zeros(1, dtype=torch.bfloat16)
     model, kv = SimpleNamespace(config=CONFIG), SimpleNamespace(planes=planes)
     return cast(Runner, SimpleNamespace(model=model, kv=kv))
@@ -26,7 +26,7 @@ def test_enough_rows_read_every_weight_but_the_embedding_once():
 
 def test_each_token_of_context_is_read_once_a_row():
     without, of_100 = step_cost(_runner(), 3, 0), step_cost(_runner(), 3, 100)
-    # bf16 latents and rotated keys, of every layer
+    # bf16 latents and rotated keys of every layer
     assert of_100.bytes - without.bytes == 3 * 100 * 2 * CONFIG.kv_width * CONFIG.num_hidden_layers
 
 

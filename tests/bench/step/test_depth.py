@@ -1,4 +1,4 @@
-"""How a step is timed, what its floor is, what it needs of memory, and what is kept of it."""
+"""How a step is timed, its floor, its memory, and its record."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ H200 = Machine("NVIDIA H200", 4.3e12, 700e12)
 
 
 def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
-    """Kimi K2.6, whole, one token after nothing, unless told otherwise."""
+    """One token of a whole Kimi K2.6 without context, with these changes."""
     asked = {
         "layers": config.num_hidden_layers,
         "physical": changes.get("layers", config.num_hidden_layers),
@@ -37,7 +37,7 @@ def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
 
 
 class FakeStep:
-    """Notes what is done to it; takes no time."""
+    """Records its calls; takes no time."""
 
     def __init__(self, case: Depth) -> None:
         config = case.config
@@ -58,7 +58,7 @@ class FakeStep:
         return run
 
     def run(self) -> object:
-        raise AssertionError("a step that has captures is not captured again")
+        raise AssertionError("a captured step must not be run eagerly")
 
 
 # ---------------------------------------------------------------------------------------------------------- timing
@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
     case = depth(context=1024, rows=32)
     free = 149 * 10**9
     refusal = str(Memory(case).refusal(free))
-    assert "needs 596.65 GB, and 149.00 GB are free" in refusal
+    assert "needs 596.65 GB, but only 149.00 GB are free" in refusal
     layers = Memory(case).layers_that_fit(free)
     assert f"--alias {layers}" in refusal
     assert Memory(depth(context=1024, rows=32, physical=layers)).whole <= free
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
 
 def test_where_nothing_fits_nothing_is_recommended():
     refusal = str(Memory(depth()).refusal(10**9))
-    assert "no layer" in refusal
+    assert "no layer fits" in refusal
     assert "--alias" not in refusal
 
 
@@ -162,8 +162,8 @@ def test_where_nothing_fits_nothing_is_recommended():
     [
         ({"physical": 62}, "alias is 62; the model has 61 layers"),
         ({"physical": 1}, "at least 2"),
-        ({"experts": 7}, "experts is 7; a token chooses 8"),
-        ({"context": 262144}, "reads 262,144"),
+        ({"experts": 7}, "experts is 7; a token needs 8"),
+        ({"context": 262144}, "maximum of 262,144"),
     ],
 )
 def test_a_case_that_is_none_is_refused(changes: dict[str, int], says: str):

@@ -1,4 +1,4 @@
-"""The CPU's step is the model's: the same bits as its blocks, one after another."""
+"""The CPU's step equals the model's: the same bits as its blocks, one after another."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_every_op_runs_on_every_layer_that_has_it_and_the_counts_are_the_steps()
 
 
 def test_the_ops_costs_come_to_the_steps():
-    """All weights once; what they have beyond it are activations, small beside weights."""
+    """All weights are read once; the rest are activations, which are small compared with weights."""
     step = build(KIMI_NANO, rows=1, tokens=1)
     step.run()
     experts = KIMI_NANO.moe_layers * KIMI_NANO.num_experts_per_tok

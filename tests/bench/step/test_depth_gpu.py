@@ -1,4 +1,4 @@
-"""The GPU's step and its ops, on a CPU, where references stand in for the kernels."""
+"""The GPU's step and its ops on a CPU, with references instead of the kernels."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from redline.model.k2.shapes import KIMI_NANO
 from tests.bench.step.test_depth import depth
 from tests.tiny_model import CPU
 
-CONFIG = replace(KIMI_NANO, hidden_size=512, num_hidden_layers=4)  # its weights fill their tiles
+CONFIG = replace(KIMI_NANO, hidden_size=512, num_hidden_layers=4)  # its weights are whole tiles of the kernels
 
 
 def build(*, progress: Progress = lambda done, whole: None, **changes: Any) -> GpuStep:
@@ -31,7 +31,7 @@ def test_every_op_runs_on_every_layer_that_has_it():
 
 
 def test_the_ops_costs_come_to_the_steps():
-    """All weights once; what they have beyond it are activations, small beside weights."""
+    """All weights are read once; the rest are activations, which are small compared with weights."""
     step, chosen = build(), CONFIG.num_experts_per_tok
     whole = depth(CONFIG, context=70).cost(CONFIG.moe_layers * chosen)
     bytes_ = sum(s.count * (s.cost.bytes + s.expert_cost.bytes * chosen) for s in step.ops)
@@ -55,7 +55,7 @@ def test_progress_ends_at_all_the_weights():
 def test_two_cases_share_a_model():
     first = build(rows=1)
     case = depth(CONFIG, context=70, physical=4, rows=2)
-    second = GpuStep(case, lambda done, whole: pytest.fail("weights are made anew"), CPU, like=first)
+    second = GpuStep(case, lambda done, whole: pytest.fail("weights are created again"), CPU, like=first)
     assert second.parts[1] is first.parts[1]
     assert second.run().shape == (2,)
     assert [id(block) for block in second.parts[2]] == [id(block) for block in first.parts[2]]

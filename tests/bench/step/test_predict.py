@@ -1,4 +1,4 @@
-"""What GPUs that are not here would give: the constants against the measurements they are of, floors, arithmetic."""
+"""Predictions for GPUs that are not available: the constants against their measurements, floors, arithmetic."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ from redline.ops.op import Machine
 from redline.tune.synthetic import GOLDEN, rates_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
-NEAR = 0.0006  # of milliseconds and microseconds that are kept with three digits
+NEAR = 0.0006  # half a unit of the third decimal of ms and µs, rounded up
 
 
 def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def of(text: str) -> Machines:
     return Machines(KIMI_K26, machine(text))
 
 
-# ----------------------------------------------------------------------------------------- what was measured, again
+# ---------------------------------------------------------------------------------- constants and measurements
 
 
 @pytest.mark.parametrize("ranks", STEPS)
@@ -116,7 +116,7 @@ def test_one_and_two_h200s_are_predicted_as_they_were_measured_but_for_the_bandw
 
 
 def test_rounds_of_two_h200s_which_no_constant_is_from_are_predicted_within_2_percent():
-    """Each had the drafter's whole body."""
+    """Each rank read the whole body of the drafter."""
     for drafts, measured in ROUND_MS[2].items():
         step, drafting = of("2 x H200").round(drafts, whole=True)
         assert step.ms + drafting == pytest.approx(measured, rel=0.02)

@@ -1,4 +1,4 @@
-"""What a round of speculation must read, and that what is timed is one: on a CPU, and with the GPU's model there."""
+"""Bytes that a round of speculative decoding must read, and its timing: on a CPU, also with the GPU's model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -54,9 +54,9 @@ def on_a_cpu(case: RoundCase) -> Models:
 
 
 def forced_on_a_cpu(case: RoundCase) -> Models:
-    """The GPU's model, whose kernels' references run."""
+    """The GPU's model, with the references of its kernels."""
     model = forced_k2(case.depth.config, case.depth.physical, case.depth.rows * case.depth.tokens, CPU)
-    model.dtype = torch.bfloat16  # of its activations, as on a GPU
+    model.dtype = torch.bfloat16  # its activations, as on a GPU
     return model, random_drafter(model, case.drafter)
 
 
@@ -101,7 +101,7 @@ def test_the_floor_of_a_round_is_that_of_its_parts():
     verify, draft = floors(case, 480.0, slow)
     assert verify == pytest.approx(case.depth.cost(480.0).bytes / 1e6)
     assert draft == pytest.approx(case.draft_cost(3).bytes / 1e6)
-    assert draft > floors(kimi(3), 480.0, slow)[1], "its context is read too"
+    assert draft > floors(kimi(3), 480.0, slow)[1], "the drafter's context is read too"
 
 
 def test_memory_has_the_drafter_and_what_rows_grow_by():
@@ -131,11 +131,11 @@ def test_rounds_on_a_cpu_verify_all_drafts_and_accept_as_they_are_told(k: int):
 
 
 def test_rounds_of_the_gpus_model_read_the_experts_that_were_drawn(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rounds, "WARM_UP", 0)  # references take their time
+    monkeypatch.setattr(rounds, "WARM_UP", 0)  # the references are slow
     case = round_case(TILED, 2, 2.0, rows=1, context=70, physical=2, overlap=1.0)
     model, drafter = forced_on_a_cpu(case)
     timing = measure_round(model, drafter, case, repeats=2)
-    assert timing.experts == 3 * 4, "all tokens of a row go where the first does"
+    assert timing.experts == 3 * 4, "all tokens of a row are routed to the experts of the first"
     assert timing.tokens == 2.0
 
 
@@ -167,12 +167,12 @@ def test_rows_that_do_not_do_what_was_asked_are_no_measurement():
             rows.run()
             rows.note()
         assert rows.accepted(case.rates) == 3.0
-        with pytest.raises(AssertionError, match="3 tokens of a round, and 1 were asked for"):
+        with pytest.raises(AssertionError, match="3 tokens per round, but the rates give 1"):
             rows.accepted((0.0, 0.0))
         rows._shared.standing.drafted[0] = 0
         rows.run()
         rows.note()
-        with pytest.raises(AssertionError, match="positions of 3"):
+        with pytest.raises(AssertionError, match="positions instead of 3"):
             rows.accepted(case.rates)
 
 

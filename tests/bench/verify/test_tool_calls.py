@@ -1,4 +1,4 @@
-"""The vendor verifier's suite: which calls are right, and what is counted."""
+"""The vendor verifier's suite: which calls are correct, and the counts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`redline verify FOLDER`: each way in which a checkpoint can be damaged is named, with file, tensor and fix."""
+"""`redline verify FOLDER`: each kind of damage to a checkpoint is reported, with file, tensor and fix."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def shards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what is read: a layer whose tensors are sound is right, and nobody computes or times it."""
+    """For tests of reading: a layer with sound tensors counts as right, without computing or timing it."""
 
     def right(found: Survey, number: int, *_: object) -> Layer:
         return Layer(layer=number, dense=not found.config.is_moe(number))
@@ -65,7 +65,7 @@ def holder(folder: Path, name: str) -> Path:
 
 
 def changed(folder: Path, name: str, change: Callable[[Tensor], Tensor | None]) -> Path:
-    """The shard that holds a tensor, written again after a change to it, in place or as what is returned."""
+    """Rewrites the shard that holds a tensor, after `change` has modified it in place or returned a new one."""
     file = holder(folder, name)
     tensors = {key: value.clone() for key, value in load_file(file).items()}
     new = change(tensors[name])
@@ -126,7 +126,7 @@ def test_a_layer_that_the_kernels_get_wrong_is_a_problem(tmp_path: Path, monkeyp
 
 
 def test_a_layer_alone_is_the_layer_of_the_model(tmp_path: Path):
-    """What is compared is a layer with its own norms, experts and angles: the whole model's, between two states."""
+    """A single layer with its own norms, experts and rotary angles computes the same as the one inside the model."""
     from redline.bench.verify.layers import _inputs, _planes
     from redline.model.k2.cpu import load, load_layer
 
@@ -186,7 +186,7 @@ def test_two_shards_whose_names_are_swapped(tmp_path: Path):
         one.name: f"holds the tensors of {other.name}",
         other.name: f"holds the tensors of {one.name}",
     }
-    assert report.problems[0].fix.startswith(f"give the file its own name back ({other.name})")
+    assert report.problems[0].fix.startswith(f"rename the file to its own name ({other.name})")
 
 
 @pytest.mark.usefixtures("shards_alone")
@@ -254,7 +254,7 @@ def test_int4_codes_that_no_weights_have(tmp_path: Path, garbage: str):
     file = changed(tmp_path / "c", PACKED, lambda t: words if garbage == "uniform" else t ^ -0x77777778)
     named, tensor, what, _ = only(run(tmp_path / "c"))
     assert (named, tensor) == (file.name, PACKED)
-    assert what.startswith("its INT4 codes are not spread as those of weights: ")
+    assert what.startswith("its INT4 codes are not distributed like those of weights: ")
 
 
 @pytest.mark.usefixtures("shards_alone")
@@ -302,7 +302,7 @@ def test_a_config_that_cannot_be_read_is_the_problem(tmp_path: Path):
     (tmp_path / "c" / "config.json").write_text("{}")
     report = run(tmp_path / "c")
     assert only(report)[0]
-    assert report.unchecked == ("shards and layers: the config and the index come first",)
+    assert report.unchecked == ("shards and layers: they need a valid config and index",)
 
 
 def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -310,7 +310,7 @@ def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monke
     monkeypatch.setattr(layers_module, "free_memory", lambda: 1000)
     report = run(tmp_path / "c")
     assert report.sound
-    assert report.unchecked[0].startswith("layer 0: it takes ")
+    assert report.unchecked[0].startswith("layer 0: it needs ")
     assert report.steps is None
 
 
@@ -374,7 +374,7 @@ def test_a_copy_of_a_folder_is_read_though_names_sizes_and_times_are_the_same(
 ):
     monkeypatch.setattr(verify_module, "chosen", lambda _: [])  # no layer is computed
     files = checkpoint(tmp_path / "one" / "kimi")
-    shutil.copytree(tmp_path / "one", tmp_path / "two")  # with its times
+    shutil.copytree(tmp_path / "one", tmp_path / "two")  # copies the times too
     lost = tmp_path / "two" / "kimi" / files[0].name
     times = lost.stat().st_atime_ns, lost.stat().st_mtime_ns
     with lost.open("r+b") as file:
@@ -382,7 +382,7 @@ def test_a_copy_of_a_folder_is_read_though_names_sizes_and_times_are_the_same(
         file.write(bytes(8192))
     os.utime(lost, ns=times)
     reports: list[Report] = []
-    for place in ("one", "two"):  # as by two commands in one folder, whose reports have one name
+    for place in ("one", "two"):  # like two commands in one folder, with the same name of the report
         with Working("verify", shown=False) as working:
             progress = Progress(tmp_path / "verify-kimi.shards.jsonl")
             reports.append(verify(tmp_path / place / "kimi", progress, CPU, working))

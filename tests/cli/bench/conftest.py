@@ -15,7 +15,7 @@ def server() -> Iterator[Scripted]:
 
 @pytest.fixture(autouse=True)
 def _still(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    """Counters that stand still at once, and a wide terminal."""
+    """The server's counters count as settled at once; no API keys in the environment."""
     monkeypatch.setattr("redline.bench.serving.accept.STILL_S", 0.0)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("REDLINE_API_KEY", raising=False)

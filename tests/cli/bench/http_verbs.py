@@ -1,4 +1,4 @@
-"""The verbs of `redline bench` over HTTP, typed in against a scripted server."""
+"""The verbs of `redline bench` over HTTP, run against a scripted server."""
 
 import heapq
 import json
@@ -15,12 +15,12 @@ from redline.cli.bench import app, kept
 from tests.bench.serving.scripted import Scripted
 
 QUICK: dict[str, Any] = {"first_s": 0.0, "gaps_s": [0.0], "tokens": 20, "thinking": 5}
-FIRST_S = 0.02  # of a `timed` answer, until its first event
+FIRST_S = 0.02  # seconds until the first event of a `timed` answer
 BROKEN: dict[str, Any] = {"fault": "status", "status": 500}
 
 
 def type_in(verb: str, server: Scripted, *words: object, script: dict[str, Any] | None = None) -> tuple[int, str]:
-    """The exit code and what was said. Raises what the verb raises on purpose."""
+    """The exit code and the output. Re-raises the verb's own exceptions."""
     body = json.dumps({"script": QUICK if script is None else script})
     given = [verb, "--base-url", server.url, "--extra-body", body, "--disable-tqdm", *map(str, words)]
     done = CliRunner().invoke(app, given)
@@ -30,8 +30,8 @@ def type_in(verb: str, server: Scripted, *words: object, script: dict[str, Any] 
 
 
 def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of loads come in the same time on every machine: their first event FIRST_S after they are asked for, and
-    then one every gaps_s of their server, by its address. Without a schedule each is asked for once a place is free."""
+    """Replaces the times of answers, so that they are equal on every machine: the first event FIRST_S after the
+    request, and the others one per gaps_s[server address]. Without a schedule requests wait for a free place."""
     real = kept.run_load
 
     def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:
@@ -52,7 +52,7 @@ def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stopped_after(loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes in the load after so many."""
+    """Simulates Ctrl-C during the load that follows the first `loads` ones."""
     real, ended = kept.run_load, list[Run]()
 
     def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_acceptance_is_read_before_and_after_each_domain(
     server: Scripted, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server's counters move with its requests: 10 rounds of two drafts each, 8 and 5 of which held."""
+    """Counters that grow with the requests: 10 rounds of two draft tokens each; 8 first and 5 second ones accepted."""
 
     def read(target: Target) -> Drafting:
         asked = len(server.log().requests)
@@ -53,7 +53,7 @@ def test_acceptance_is_read_before_and_after_each_domain(
 def test_a_server_that_does_not_say_is_no_error(server: Scripted, prompts: Path):
     code, said = type_in("accept", server, "--dataset-path", prompts, "--domain", "b", "--num-prompts", 1)
     assert code == 0
-    assert "cannot be known from outside" in said
+    assert "acceptance cannot be measured" in said
 
 
 def test_an_unknown_domain_is_said_with_those_there_are(server: Scripted, prompts: Path):
@@ -77,5 +77,5 @@ def test_accept_of_failures_is_code_1(server: Scripted, prompts: Path):
 
 
 def test_counters_elsewhere_are_of_one_server(server: Scripted):
-    with pytest.raises(ConfigError, match="of one server"):
+    with pytest.raises(ConfigError, match="applies to one server"):
         type_in("accept", server, "--base-url", "http://127.0.0.1:1", "--metrics-url", "http://127.0.0.1:2/metrics")

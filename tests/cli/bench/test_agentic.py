@@ -1,4 +1,4 @@
-"""A trace made up and replayed from the command line, against a scripted server."""
+"""A trace generated and replayed from the command line, against a scripted server."""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_trace_is_replayed_and_kept(server: Scripted, trace: Path, tmp_path: P
 def test_a_rate_of_sessions_and_an_end_by_the_clock(
     server: Scripted, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The time is over when two turns have been answered."""
+    """The time limit expires when two turns have been answered."""
     timeout, limits, real = asyncio.timeout, list[asyncio.Timeout](), agentic_run._replay  # pyright: ignore[reportPrivateUsage]
 
     def watched_timeout(seconds: float | None) -> asyncio.Timeout:
@@ -72,7 +72,7 @@ def test_a_rate_of_sessions_and_an_end_by_the_clock(
     file = tmp_path / "result.json"
     code, said = type_in("agentic", server, trace, "--session-rate", 50, "--max-seconds", 77, "--save", file)
     assert code == 0
-    assert "The time was over" in said
+    assert "The deadline was reached" in said
     found = saved.read(file)
     assert found.figures["sessions_failed"] == 0
     assert 2 <= found.figures["completed"] < sum(len(session.turns) for session in traces.read(trace))
@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_the_turns_that_were_answered(
     file = tmp_path / "result.json"
     code, said = type_in("agentic", server, trace, "--save", file)
     assert code == 130
-    assert "turns had been answered" in said
+    assert "stopped after" in said
     found = saved.read(file)
     assert found.stopped
     assert found.figures["completed"] == len(found.answers) == 2
@@ -121,10 +121,10 @@ def test_a_trace_without_answers_can_only_be_live(server: Scripted, tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give a trace to replay, or --synthesize FILE"),
+        ((), "give either a trace to replay, or --synthesize FILE"),
         (("a.jsonl", "--history", "mine"), "--history 'mine': expected recorded or live"),
         (("a.jsonl", "--users", 2, "--session-rate", 1), "--users and --session-rate"),
-        (("a.jsonl", "--backend", "openai"), "sessions are messages"),
+        (("a.jsonl", "--backend", "openai"), "sessions consist of chat messages"),
         (("no_such_trace.jsonl",), "no_such_trace.jsonl: cannot be read"),
     ],
 )

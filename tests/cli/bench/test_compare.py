@@ -73,7 +73,7 @@ def test_ctrl_c_keeps_the_blocks_that_had_ended(
     file = tmp_path / "result.json"
     code, said = type_in(slow.url, fast.url, *SHORT, "--blocks", 5, "--save", file)
     assert code == 130
-    assert "stopped: 1 blocks had ended" in said
+    assert "stopped after 1 complete blocks" in said
     found = saved.read(file)
     assert found.stopped
     assert found.figures["blocks"] == 1
@@ -82,7 +82,7 @@ def test_ctrl_c_keeps_the_blocks_that_had_ended(
 
 def test_a_server_that_answers_nothing_ends_it_before_the_first_block(slow: Scripted):
     with Scripted(Play(in_order=(Script(fault="status", status=500),))) as broken:
-        with pytest.raises(ConfigError, match=r"^B, .*: no warm-up was answered: .*500"):
+        with pytest.raises(ConfigError, match=r"^B, .*: no warm-up request was answered: .*500"):
             type_in(slow.url, broken.url, *SHORT)
         code, said = type_in(slow.url, broken.url, *SHORT, "--num-warmups", 0, "--blocks", 1)
         assert code == 1
@@ -106,7 +106,7 @@ def test_prompts_of_a_file_that_come_again_are_told(slow: Scripted, tmp_path: Pa
     dataset = ("--dataset-name", "custom", "--dataset-path", tmp_path / "own.jsonl")
     code, said = type_in(slow.url, slow.url, *SHORT, *dataset, "--blocks", 1)
     assert code == 0
-    assert "some came again" in said
+    assert "some were repeated" in said
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_prompts_of_a_file_that_come_again_are_told(slow: Scripted, tmp_path: Pa
         (("--figure", "speed"), "--figure 'speed': expected one of output_throughput"),
         (("--until", "much"), "--until 'much': expected a share such as 2%"),
         (("--until", "150%"), "--until '150%': expected a share"),
-        (("--key-env-a", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE of the environment"),
+        (("--key-env-a", "NOT_SET_ANYWHERE"), "environment variable NOT_SET_ANYWHERE"),
         (("--backend-b", "openai"), "would not get the same requests"),
         (("--dataset-name", "alpaca"), "--dataset-name 'alpaca'"),
     ],
@@ -127,6 +127,6 @@ def test_flags_that_make_no_sense_are_named(words: tuple[str, ...], said: str):
 
 def test_one_server_against_itself_is_told_of_its_cache(slow: Scripted, fast: Scripted):
     _, said = type_in(slow.url, slow.url, *SHORT, "--blocks", 1)
-    assert "A and B are one server" in said
+    assert "A and B are the same server" in said
     _, said = type_in(slow.url, fast.url, *SHORT, "--blocks", 1)
-    assert "A and B are one server" not in said
+    assert "A and B are the same server" not in said

@@ -20,7 +20,7 @@ def test_a_leaderboard_is_measured_and_kept(server: Scripted, tmp_path: Path, mo
     server.forget()
     code, said = type_in("leaderboard", server, *lengths, "--save", file, "--html", page)
     assert code == 0
-    assert len(server.log().requests) == 1 + 3 * 1 + 3 * 2  # a warm-up in front
+    assert len(server.log().requests) == 1 + 3 * 1 + 3 * 2  # one warm-up request before the runs
     found = saved.read(file)
     assert found.kind == "leaderboard"
     assert [answer.index for answer in found.answers] == list(range(9))
@@ -85,5 +85,5 @@ def test_a_model_without_room_is_said_before_anything_is_asked(server: Scripted,
 
 
 def test_lengths_are_of_one_workload(server: Scripted):
-    with pytest.raises(ConfigError, match="of one --workload"):
+    with pytest.raises(ConfigError, match="override one --workload"):
         type_in("leaderboard", server, "--workload", "1k/1k", "--workload", "100/300", "--input-len", 5)

@@ -1,4 +1,4 @@
-"""`redline bench serve` as typed, against a server whose answers are a script."""
+"""`redline bench serve` from the command line, against a server with scripted answers."""
 
 import json
 import os
@@ -63,9 +63,9 @@ def test_a_run_is_shown_and_saved_with_what_went_wrong_by_row(server: Scripted, 
         *("--save-result", "--result-filename", str(path), "--html", str(page), "--metadata", "gpu=none", "run=2"),
     )
     assert done.exit_code == 0, done.output
-    for said in ("TTFT, to the first token", "first token of the answer", "Failures: dropped 1", "not add up"):
+    for said in ("TTFT, to the first token", "first token of the answer", "Failures: dropped 1", "Inconsistent usage"):
         assert said in done.output
-    assert "usage says 17 output tokens, the events carried 8" in done.output
+    assert "usage reports 17 output tokens, the events contained 8" in done.output
     found = json.loads(path.read_text())
     assert (found["completed"], found["failed"], found["model_id"]) == (7, 1, "scripted")
     assert (found["gpu"], found["run"], found["max_concurrency"], found["request_rate"]) == ("none", "2", 4, "inf")
@@ -100,13 +100,13 @@ def test_latencies_that_are_named_have_their_figures_from_the_schedule_too(serve
     given = (*ramp, "--max-concurrency", "1", "--percentile-metrics", "e2el")
     done = typed(*words(server, prompts(tmp_path, "fast"), 6, *given))
     assert done.exit_code == 0, done.output
-    for part in ("E2EL from the schedule", "wait before it was sent", "50 to 200 requests/s, linear"):
+    for part in ("E2EL from the schedule", "wait in the client", "50 to 200 requests/s, linear"):
         assert part in done.output
     assert "TTFT" not in done.output.replace("TTFT from", "")
 
 
 def test_completions_are_asked_with_random_prompts_as_vllm_does(server: Scripted, tmp_path: Path):
-    """Nobody names a dataset or a backend: so it is with vLLM."""
+    """The default dataset and backend, without any flag, are those of vLLM."""
     done = typed(
         *("bench", "serve", "--base-url", server.url, "--num-prompts", "3", "--random-input-len", "20"),
         *("--random-output-len", "5", "--save-detailed", "--result-dir", str(tmp_path)),
@@ -131,8 +131,8 @@ def test_ctrl_c_shows_and_saves_what_was_measured(server: Scripted, tmp_path: Pa
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert "The run was ended early" in output
-    assert "requests not finished" in output
+    assert "The run ended early" in output
+    assert "requests cut off" in output
     assert saved.read(path).stopped
     assert json.loads(path.read_text())["completed"] >= 1
 
@@ -141,8 +141,8 @@ def test_ctrl_c_shows_and_saves_what_was_measured(server: Scripted, tmp_path: Pa
     ("given", "says"),
     [
         (["--port", "9", "--ready-check-timeout-sec", "0"], "no server at http://127.0.0.1:9"),
-        (["--profile"], "--profile of vLLM's is not served here"),
-        (["--preset", "nothing"], "--preset nothing: give one of lambda"),
+        (["--profile"], "--profile of vLLM is not supported here"),
+        (["--preset", "nothing"], "--preset nothing: expected one of lambda"),
         (["--request-rate", "0"], "--request-rate 0: expected a number above 0"),
         (["--dataset-path", "x"], "which --dataset-name is it"),
         (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
@@ -172,7 +172,7 @@ def test_help_imports_nothing_that_takes_time():
 def test_warm_ups_for_which_there_are_no_prompts_are_told(server: Scripted):
     data = ["--dataset-name", "prefix_repetition", "--num-prompts", "10", "--num-warmups", "2", "--output-len", "4"]
     found = typed("bench", "serve", "--base-url", server.url, "--disable-tqdm", *data)
-    assert "0 of 2 warm-ups were asked" in found.output
+    assert "0 of 2 warm-up requests were sent" in found.output
 
 
 def test_vllms_flag_against_a_template_is_taken_since_none_is_put_around_a_prompt(server: Scripted, tmp_path: Path):

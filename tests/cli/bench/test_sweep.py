@@ -22,7 +22,7 @@ def test_a_sweep_is_measured_kept_and_continued(server: Scripted, tmp_path: Path
     code, said = type_in("sweep", server, *flags, "--max-concurrency", "1,2")
     assert code == 0
     assert "1 stream: " in said
-    assert "kept up to 2 streams" in said
+    assert "met up to 2 streams" in said
     assert len(server.log().requests) == 2 * (8 + 1)
     before = saved.read(file)
     assert not before.stopped
@@ -52,7 +52,7 @@ def test_a_file_of_other_settings_is_refused_and_stays(server: Scripted, tmp_pat
     assert file.read_bytes() == held
     other = tmp_path / "other.json"
     type_in("leaderboard", server, "--input-len", 60, "--output-len", 9, "--runs", 1, "--save", other)
-    with pytest.raises(ConfigError, match="holds a result of leaderboard"):
+    with pytest.raises(ConfigError, match="contains a result of `leaderboard`"):
         type_in("sweep", server, "--save", other)
 
 
@@ -88,12 +88,12 @@ def test_a_sweep_of_failures_is_code_1(server: Scripted):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--max-concurrency", "1", "--request-rate", "2"), "over one of the two"),
+        (("--max-concurrency", "1", "--request-rate", "2"), "varies one of the two"),
         (("--max-concurrency", "1,x"), "expected whole numbers"),
         (("--max-concurrency", "1.5"), "expected whole numbers"),
         (("--request-rate", "0"), "expected numbers"),
-        (("--search",), "give them"),
-        (("--max-concurrency", "8", "--num-prompts", "4"), "cannot keep 8 streams busy"),
+        (("--search",), "set them"),
+        (("--max-concurrency", "8", "--num-prompts", "4"), "is fewer than 8 streams"),
         (("--dataset-name", "poems"), "expected one of random"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_wrong_sweep_is_said_in_one_line(server: Scripted, words: tuple[str, .
 
 
 def test_no_prompt_of_a_warm_up_is_measured(server: Scripted):
-    """Ten prefixes make ten prompts of the twelve that are asked for: what is measured must not shrink, nor overlap."""
+    """Ten prefixes give ten prompts, not the twelve requested: all ten are measured, and none is a warm-up's."""
     server.forget()
     flags = ("--dataset-name", "prefix_repetition", "--num-prompts", 10, "--num-warmups", 2, "--max-concurrency", 1)
     code, _ = type_in("sweep", server, *flags)
@@ -117,11 +117,11 @@ def test_prompts_of_a_file_that_other_loads_have_asked_are_told_and_kept(server:
     data = ("--dataset-name", "custom", "--dataset-path", tmp_path / "own.jsonl", "--num-warmups", 0)
     flags = (*data, "--num-prompts", 4, "--save", file)
     _, said = type_in("sweep", server, *flags, "--max-concurrency", "1")
-    assert "come again at other loads" not in said
+    assert "are repeated at other loads" not in said
     type_in("sweep", server, *flags, "--max-concurrency", "1,2")
     found = saved.read(file)
-    assert any("come again at other loads" in note for note in found.notes)
-    assert any("come again at other loads" in getattr(one, "text", "") for one in sweep_sections(found))
+    assert any("are repeated at other loads" in note for note in found.notes)
+    assert any("are repeated at other loads" in getattr(one, "text", "") for one in sweep_sections(found))
 
 
 @pytest.mark.parametrize("verb", ["sweep", "leaderboard", "serve"])

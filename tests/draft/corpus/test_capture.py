@@ -1,4 +1,4 @@
-"""A capture: what the index names is whole, whatever happened; stored and streamed sequences are the same."""
+"""A capture: every file in the index is complete after any failure; stored and streamed sequences are equal."""
 
 import errno
 import io
@@ -53,7 +53,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(folder: Path, corpus: Path, tmp_path: Path) -> CaptureConfig:
-    """Some three sequences in a shard."""
+    """About three sequences in a shard."""
     return CaptureConfig(
         target=str(folder), corpus=(str(corpus),), out=str(tmp_path / "capture"), shard_bytes=60_000, device="cpu"
     )
@@ -202,7 +202,7 @@ def test_ctrl_c_keeps_what_is_computed_and_the_next_run_goes_on(
 
 
 def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureConfig):
-    """Whatever the bound: nothing is beyond it, and something is stored as soon as something fits."""
+    """For any limit: the folder never exceeds it, and a sequence is stored as soon as one fits."""
     sizes: list[int] = []
     for disk in (5_000, 30_000, 100_000, 150_000, 10_000_000):
         status, text = quietly(change(config, disk=disk))
@@ -216,8 +216,9 @@ def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureC
 def test_the_folder_stays_within_its_disk_at_every_moment(
     config: CaptureConfig, corpus: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also while a new index stands beside the old one, which are most of it here: answers are short, ids are long and
-    of signs that JSON writes as two. Two examples in a call, several calls in a shard."""
+    """Also during a replacement of the index, when the old and the new one exist. They are most of the bytes here:
+    answers are short, and ids are long with characters that JSON escapes. Two examples per call, several calls per
+    shard."""
     examples = [change(example(n, 3), id=f"{n} " + 700 * '"') for n in range(30)]
     corpus.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in examples))
     monkeypatch.setattr(target, "call_tokens", 6)
@@ -272,7 +273,7 @@ def test_a_full_disk_stops_with_one_line_and_the_next_run_goes_on(
         status, text = quietly(config)
     assert status == 1
     assert "the disk is full" in text.splitlines()[-1]
-    assert "in 2 shards; the same command goes on" in text
+    assert "in 2 shards; run the same command to resume" in text
     assert not [path for path in Path(config.out).iterdir() if path.name.endswith(".writing")]
     assert quietly(config)[0] == 0
     assert len(everything(Stored(Path(config.out)))) == len(LENGTHS)
@@ -301,7 +302,7 @@ def test_answers_of_another_target_are_captured_only_when_that_is_wanted(config:
 def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path: Path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.raises(ConfigError, match=r"empty\.jsonl: no example in it"):
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: contains no example"):
         quietly(change(config, corpus=(str(empty),)))
 
 
@@ -315,7 +316,7 @@ def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfi
     monkeypatch.undo()
     assert quietly(change(config, disk=10_000_000))[0] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    assert quietly(config)[0] == 0, "all of it is there"
+    assert quietly(config)[0] == 0, "all sequences are stored already"
 
 
 def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: Target):
@@ -335,7 +336,7 @@ def test_a_shard_that_is_cut_or_gone_is_named(config: CaptureConfig, target: Tar
     capture(config, target)
     shard = Path(config.out) / "shard-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has [\d,]+ bytes; index\.json says"):
+    with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has [\d,]+ bytes; index\.json has"):
         Stored(Path(config.out))
     shard.unlink()
     with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has 0 bytes"):
@@ -357,7 +358,7 @@ def test_examples_that_give_nothing_are_named_and_counted(config: CaptureConfig,
 def test_sources_without_a_sequence_are_refused(tmp_path: Path, target: Target):
     with pytest.raises(ConfigError, match=r"index\.json: cannot be read"):
         Stored(tmp_path)
-    with pytest.raises(ConfigError, match="no example that the target can read"):
+    with pytest.raises(ConfigError, match="no example that the target supports"):
         Streamed(target, [])
 
 

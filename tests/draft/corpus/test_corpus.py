@@ -1,4 +1,4 @@
-"""Corpora: what is skipped is named, and what a kill has cut is mended."""
+"""Corpora: skipped lines are reported, and a line cut off by a kill is removed."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ def test_a_line_that_is_no_example_is_named_with_its_place(tmp_path: Path):
     assert corpus.examples == [example()]
     assert [message.partition(": ")[0] for message in corpus.skipped] == [f"{path}, line {n}" for n in range(2, 11)]
     reasons = " ".join(corpus.skipped)
-    for reason in ("the line is empty", "tokens is empty", "tokens has -2", "prompt is 4", "'a' a second time"):
+    for reason in ("the line is empty", "tokens is empty", "tokens has -2", "prompt is 4", "duplicate id 'a'"):
         assert reason in reasons
 
 
@@ -57,7 +57,7 @@ def test_a_second_file_does_not_repeat_the_first(tmp_path: Path):
     first, second = write(tmp_path / "1", example("a")), write(tmp_path / "2", example("a"), example("b"))
     reader = Reader(first, second)
     assert [one.id for one in reader] == ["a", "b"]
-    assert reader.skipped == [f"{second}, line 1: id 'a' a second time"]
+    assert reader.skipped == [f"{second}, line 1: duplicate id 'a'"]
     assert reader.done == reader.size
 
 

@@ -91,7 +91,7 @@ def test_users_lines_are_read_and_what_is_no_prompt_is_named(tmp_path: Path):
         json.dumps(answered),
         "",
         '{"domain": "law"',
-        json.dumps(hello),  # what `answered` asks
+        json.dumps(hello),  # the same prompt as that of `answered`
         json.dumps({**hello, "messages": []}),
         json.dumps({**hello, "domain": ""}),
         json.dumps({**hello, "sampling": 1}),
@@ -105,7 +105,13 @@ def test_users_lines_are_read_and_what_is_no_prompt_is_named(tmp_path: Path):
     assert [turn.role for turn in second.messages] == ["user"]
     assert [message.partition(": ")[0] for message in found.skipped] == [f"{path}, line {n}" for n in range(3, 10)]
     reasons = " ".join(found.skipped)
-    for reason in ("the line is empty", "nobody to answer", "domain is empty", "`sampling`", "'first' a second time"):
+    for reason in (
+        "the line is empty",
+        "no message to answer",
+        "domain is empty",
+        "`sampling`",
+        "duplicate id 'first'",
+    ):
         assert reason in reasons
 
 
@@ -143,7 +149,7 @@ def test_a_prompt_file_that_is_not_there_is_named(tmp_path: Path):
 
 
 def test_a_tool_that_is_nested_beyond_measure_is_no_prompt(tmp_path: Path):
-    """The template would walk through it, to the end of the stack."""
+    """The template would recurse through it until the stack overflows."""
 
     def line(depth: int) -> str:
         parameters: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Answers become examples; a run that is cut off at any point goes on where it was."""
+"""Answers become examples; a run that is cut off at any point resumes there."""
 
 import errno
 import io
@@ -30,7 +30,7 @@ ENGINE = EngineConfig(kv_memory=4_000_000, max_model_len=1024, max_running=4, st
 
 
 class Parrot:
-    """A target that answers each job with its seed's digits; one that is told to refuse long prompts does."""
+    """A target that answers each job with the digits of its seed, and refuses prompts longer than `limit`."""
 
     style = K2_6
 
@@ -136,9 +136,9 @@ def test_a_run_that_is_cut_off_at_any_point_loses_and_doubles_nothing(folder: Pa
     while len(statuses) < 20 and 0 not in statuses:
         status, text = quietly(config(folder, out, count=3))
         statuses.append(status)
-        assert status == 0 or "the same command goes on" in text
+        assert status == 0 or "run the same command to resume" in text
         with open(out, "ab") as file:
-            file.write(b'{"id":"torn","dom')  # what a kill leaves
+            file.write(b'{"id":"torn","dom')  # the incomplete line left by a kill
     assert statuses == [130] * 5 + [0]
     found = read_examples(out)
     assert len(found.examples) == len(whole)
@@ -236,7 +236,7 @@ def test_one_corpus_holds_the_answers_of_one_target(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"domains": ()}, "nothing to ask"),
+        ({"domains": ()}, "nothing to answer"),
         ({"count": 0}, "count is 0"),
         ({"shard": "0/2"}, "shard is '0/2'"),
         ({"shard": "3/2"}, "shard is '3/2'"),
@@ -251,7 +251,7 @@ def test_what_cannot_be_asked_is_refused(folder: Path, tmp_path: Path, changes: 
 
 
 def test_the_engine_answers(folder: Path, tmp_path: Path):
-    """A real engine; what it is asked one by one, it answers as in a batch."""
+    """A real engine gives the same answers one by one as in a batch."""
     asked = config(folder, tmp_path / "batch.jsonl", domains=("math",), count=5, max_tokens=12, temperature=0.8)
     assert quietly(asked)[0] == 0
     together = {one.id: one for one in read_examples(tmp_path / "batch.jsonl").examples}

@@ -1,4 +1,4 @@
-"""The target's states: those that the engine has, however the sequences are packed."""
+"""The target's states equal the engine's, however the sequences are packed."""
 
 from pathlib import Path
 
@@ -80,7 +80,12 @@ def test_what_opens_has_the_checkpoints_fingerprint_and_embeddings(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("tokens", "reason"),
-    [([], "no tokens"), ([1, VOCABULARY], f"token id {VOCABULARY}"), ([3, -1], "token id -1"), ([1] * 10**6, "reads")],
+    [
+        ([], "no tokens"),
+        ([1, VOCABULARY], f"token id {VOCABULARY}"),
+        ([3, -1], "token id -1"),
+        ([1] * 10**6, "supports"),
+    ],
 )
 def test_what_the_target_cannot_read_is_refused(tokens: list[int], reason: str):
     with pytest.raises(ConfigError, match=f"sequence 1: .*{reason}"):

@@ -25,7 +25,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Given:
-    """A source that has its sequences already; each epoch in another order."""
+    """A source of given sequences, in another order in each epoch."""
 
     items: Sequence[Captured]
 
@@ -45,9 +45,9 @@ def target_folder(folder: Path) -> Path:
 
 
 def sequences(head_VD: Tensor, lengths: Sequence[int], seed: int = 0, answer: int = 4) -> list[Captured]:
-    """Token t + 1 is token t plus 1, or with one chance in five plus 3; the target's states know it.
+    """Token t + 1 is token t plus 1, or plus 3 with probability 0.2; the target's states encode the likely one.
 
-    answer: where answers begin.
+    answer: position of the first token of the answers.
     """
     generator = torch.Generator().manual_seed(seed)
     width = head_VD.shape[1]
@@ -55,7 +55,7 @@ def sequences(head_VD: Tensor, lengths: Sequence[int], seed: int = 0, answer: in
     for number, length in enumerate(lengths):
         jumps = torch.where(torch.rand(length, generator=generator) < 0.2, 3, 1)
         tokens = (jumps.cumsum(0) + int(torch.randint(VOCABULARY, (1,), generator=generator))) % VOCABULARY
-        # What the head reads at t points at the token that usually follows.
+        # The state that the head reads at t has the direction of the token that usually follows.
         rows = head_VD.float()[(tokens + 1) % VOCABULARY]
         last = rows * (8 / rows.square().sum(-1, keepdim=True))
         noise = torch.randn(length, 3 * width, generator=generator) * 0.1

@@ -1,7 +1,7 @@
-"""A small training that several ranks share, stopped once on the way.
+"""A small training shared by several ranks, stopped once on the way.
 
 python -m tests.draft.train.ranks TARGET OUT KIND...    each kind below with its ranks, all at once, into OUT/KIND
-accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of what F says
+accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of those in F
 """
 
 import os
@@ -34,7 +34,7 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class Even:
-    """Sequences of one length, those to train on first: so all numbers of ranks share each batch evenly."""
+    """Sequences of one length, the training ones first, so any number of ranks divides each batch evenly."""
 
     items: list[Captured]
 
@@ -43,7 +43,7 @@ class Even:
 
 
 def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
-    """Trains, is interrupted at the main process after `stop` steps, and goes on to the end."""
+    """Trains, is interrupted in the main process after `stop` steps, and resumes to the end."""
     torch.set_num_threads(1)
     source = Even(sequences(Checkpoint.open(target).plain("lm_head.weight"), [32] * 50))
     recipe = Recipe(
@@ -73,7 +73,7 @@ def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
 
 
 def fork(target: str, out: Path, kind: str) -> list[int]:
-    """Process ids of the ranks. Forked, for they share the imports, which take longer than the training."""
+    """Starts the ranks; returns their process ids. Forked, to share imports, which take longer than training."""
     world, environment = KINDS[kind]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -99,7 +99,7 @@ def fork(target: str, out: Path, kind: str) -> list[int]:
 if __name__ == "__main__":
     target, out, *kinds = sys.argv[1:]
     if not kinds:
-        # accelerate looks for DeepSpeed's ranks on accelerators alone, unless it is told how they talk.
+        # accelerate expects DeepSpeed's ranks on accelerators only, unless a backend is given.
         accelerate.PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
         rank(target, out)
         accelerate.PartialState().destroy_process_group()

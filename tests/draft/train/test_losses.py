@@ -1,4 +1,4 @@
-"""Losses are their formulas, whatever the chunks; every sequence weighs the same; what would be accepted is counted."""
+"""Losses equal their formulas for any chunk size; sequences have equal weights; expected acceptance is counted."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def batch_of(*lengths: int, answer: int = 4) -> tuple[list[Tensor], Targets, int
 
 
 def by_hand(drafter: Eagle3, hidden: Tensor, last: Tensor) -> dict[str, float]:
-    """One row, in float64."""
+    """The figures of one row, in float64."""
     p = (last.double() @ HEAD.double().T).softmax(-1)
     z = drafter.draft_logits(hidden).double().detach()
     ids = drafter.token_ids()
@@ -109,7 +109,8 @@ def test_the_gradient_of_kl_is_the_softmax_minus_the_target():
 
 
 def test_the_gradient_of_lk_leaves_its_weight_alone():
-    """d of w kl + (1 - w)(1 - alpha), where w = exp(-decay alpha) is a number; else being accepted less would pay."""
+    """The gradient of w kl + (1 - w)(1 - alpha), where w = exp(-decay alpha) counts as a constant; otherwise a
+    lower acceptance would reduce the loss."""
     drafter, decay = drafter_of(), 30.0
     normed, targets, _ = batch_of(9)
     leaves = [x.clone().requires_grad_() for x in normed]
@@ -157,7 +158,7 @@ def test_later_steps_weigh_less_and_what_is_not_kept_nothing():
 
 
 def test_the_length_is_of_rows_whose_drafts_all_hold_not_a_product_of_means():
-    """Two rows: one always right, one never. Means would say 1 + 1/2 + 1/4; half of the rows give 2 more."""
+    """Two rows: one always right, one never. The product of means is 1 + 1/2 + 1/4; half of the rows give 2 more."""
     targets = Targets(torch.tensor([2, 3, 12, 13]), torch.tensor([2, 3, 2, 3]), torch.tensor([0, 0, 1, 1]), HEAD[:4])
     valid = targets.places_N >= torch.tensor([[2], [3]])
     hit = torch.tensor([[True, True, False, False]] * 2) & valid
@@ -168,7 +169,7 @@ def test_the_length_is_of_rows_whose_drafts_all_hold_not_a_product_of_means():
 
 
 def test_a_drafter_that_knows_the_target_is_always_accepted():
-    """Its hidden states are the target's own."""
+    """Its hidden states equal the target's."""
     drafter = drafter_of()
     batch = collate(sequences(HEAD, [20, 30]), 4096, 1)
     last = torch.zeros(batch.tokens.numel() + 4, 32)

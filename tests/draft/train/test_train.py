@@ -1,4 +1,4 @@
-"""A training learns, stops, goes on bit for bit, and leaves a drafter's folder; what is wrong is said in one line."""
+"""A training learns, stops, resumes bit for bit, and leaves a drafter's folder; a mistake is reported in one line."""
 
 import errno
 import io
@@ -58,7 +58,7 @@ def config_of(target: Path, out: Path, steps: int, **recipe: Any) -> TrainConfig
 
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where curves would have been drawn: drawing takes longer than these trainings."""
+    """The paths of curves, which are not drawn: drawing takes longer than these trainings."""
     drawn: list[Path] = []
     monkeypatch.setattr("redline.draft.train.train.write_curve", lambda path, log: drawn.append(path))
     return drawn
@@ -77,7 +77,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 def test_a_training_that_was_killed_goes_on_bit_for_bit(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Six steps, and three, a kill, and three: weights, averages, moments, order of the data, random numbers."""
     given = source(target)
-    monkeypatch.setattr(train_state, "remove", lambda path: None)  # the last state stays, to be compared
+    monkeypatch.setattr(train_state, "remove", lambda path: None)  # keeps the last state for the comparison
     assert train(config_of(target, tmp_path / "whole", 6), given, LAYERS, QUIET) == 0
     expected_draw = torch.rand(1)
     step = Trainer._step
@@ -124,7 +124,7 @@ def test_a_training_learns_and_leaves_a_drafters_folder(target: Path, tmp_path: 
     result = json.loads((tmp_path / "training" / "result.json").read_text())
     assert result["held_out"]["length"] > 1.3
     assert result["domains"].keys() <= {"numbers", "words"}
-    assert train(config, Given([]), LAYERS, QUIET) == 0, "what is trained is not trained again"
+    assert train(config, Given([]), LAYERS, QUIET) == 0, "a finished training is not repeated"
     other = msgspec.structs.replace(config, recipe=msgspec.structs.replace(config.recipe, lr=1.0))
     with pytest.raises(ConfigError, match=r"recipe\.lr 0\.01, not 1\.0"):
         train(other, Given([]), LAYERS, QUIET)
@@ -207,7 +207,9 @@ def test_ctrl_c_keeps_the_state_and_says_so(target: Path, tmp_path: Path):
     facts, _ = state_of(tmp_path)
     assert 0 < facts.step < 500
     assert signal.getsignal(signal.SIGINT) is before
-    assert "batches" not in {thread.name for thread in threading.enumerate()}, "nothing is collated any more"
+    assert "batches" not in {thread.name for thread in threading.enumerate()}, (
+        "the thread that collates batches has ended"
+    )
 
 
 def test_a_full_disk_keeps_the_last_state_and_says_what_to_do(
@@ -222,7 +224,7 @@ def test_a_full_disk_keeps_the_last_state_and_says_what_to_do(
         save(tensors, path)
 
     monkeypatch.setattr(train_state, "save_file", full)
-    with pytest.raises(ConfigError, match=r"no space left.*make room and run again; training goes on from step 3"):
+    with pytest.raises(ConfigError, match=r"no space left.*make room and run again; training resumes from step 3"):
         train(config_of(target, tmp_path, 9), given, LAYERS, QUIET)
     assert {path.name for path in (tmp_path / "training").iterdir()} == {"step-3", "log.jsonl", "config.json"}
     monkeypatch.setattr(train_state, "save_file", save)
@@ -294,12 +296,12 @@ def test_ctrl_c_before_the_first_step_is_one_line(target: Path, tmp_path: Path, 
     monkeypatch.setattr("redline.draft.train.train.open_source", interrupt)
     screen = io.StringIO()
     assert run(config_of(target, tmp_path, 3), Console(file=screen)) == 130
-    assert screen.getvalue() == "stopped; the same command begins again\n"
+    assert screen.getvalue() == "stopped; the same command starts over\n"
 
 
 def test_one_source_is_named_and_no_more():
     for places in ({}, {"capture": "a", "corpus": ("b",)}):
-        with pytest.raises(ConfigError, match="expected one of `capture`"):
+        with pytest.raises(ConfigError, match="expected exactly one of `capture`"):
             check(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1)), **places))
 
 
@@ -321,7 +323,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_nothing_with_the_first_bud
     assert rate(0.55, 0.1) == pytest.approx(0.5)
     reached = Reached().next(10, 1000, 5.0)
     assert reached.share(10, Budget(steps=40, tokens=2000)) == 0.5
-    assert reached.share(12, Budget(tokens=2000)) == 0.6, "between agreements as before"
+    assert reached.share(12, Budget(tokens=2000)) == 0.6, "between synchronisations the last value is used"
     assert reached.share(20, Budget(seconds=10.0)) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Two ranks learn what one process learns: data parallel and fully sharded, stopped on the way and gone on from."""
+"""Two ranks learn the same as one process: data parallel and fully sharded, also after a stop and a resume."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Training-time test: the unrolled drafter is the dense formula, and what it is when it drafts token by token."""
+"""Training-time test: the unrolled drafter equals the dense formula, and the drafter that drafts token by token."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def inputs(batch: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def dense(q: Tensor, keys: list[Tensor], values: list[Tensor], scale: float) -> Tensor:
-    """All steps' keys side by side, under the mask of the published code."""
+    """The keys of all steps concatenated, under the mask of the published code."""
     rows = q.shape[1]
     at, key_at = torch.arange(rows)[:, None], torch.arange(len(keys) * rows)[None]
     seen = torch.where(key_at < rows, key_at <= at, (key_at - at) % rows == 0)
@@ -61,7 +61,7 @@ def test_attention_is_the_softmax_under_the_published_mask_and_so_are_its_gradie
 
 @pytest.mark.parametrize("architecture", ["mla", "llama"])
 def test_a_row_alone_drafting_token_by_token_is_the_row_in_training(architecture: Architecture):
-    """As it serves: step 0 over the context's features, then one row at a time over its own feature, next position."""
+    """As in serving: step 0 over the context's features, then row by row over the own feature, next position."""
     drafter = drafter_of(architecture)
     tokens, features = inputs(1, 12)
     row = 7
@@ -91,7 +91,7 @@ def test_what_fills_a_batch_up_changes_no_row_that_counts():
     for step, (a, b) in enumerate(
         zip(ttt.unroll(drafter, tokens, features, 3), ttt.unroll(drafter, filled, states, 3), strict=True)
     ):
-        counts = 12 - 2 - step  # the token that row t predicts is t + 2 + step
+        counts = 12 - 2 - step  # row t predicts token t + 2 + step
         assert torch.equal(a[:, :counts], b[:, :counts])
 
 

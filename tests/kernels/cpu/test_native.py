@@ -80,7 +80,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not look_for_library()
-    assert native.why_not() == f"CXX is no-such-compiler, which is no program: {SLOWER}"
+    assert native.why_not() == f"CXX is no-such-compiler, which is not a program: {SLOWER}"
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -372,7 +372,7 @@ def test_an_instruction_set_that_is_named_is_what_the_kernels_are_compiled_for(
             ("avx2", "fma", "f16c", "bmi2"),
             "REDLINE_CPU_ISA is avx512, and this processor lacks avx512bw, avx",
         ),
-        ("avx2", (), "REDLINE_CPU_ISA is avx2, and this processor lacks avx2, bmi2, f16c, fma: name a set that it has"),
+        ("avx2", (), "REDLINE_CPU_ISA is avx2, and this processor lacks avx2, bmi2, f16c, fma: use a set that it has"),
     ],
 )
 def test_an_instruction_set_that_is_unknown_or_not_there_is_refused(

@@ -32,7 +32,7 @@ from redline.kernels.hopper.decode.share_latents import share_latents
 from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Rooms, new_control
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Rooms, new_control
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # columns and rows of an all-gather
@@ -47,13 +47,13 @@ ROOMS = Rooms(
 )
 
 
-def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
+def links_of(file: Path, rank: int, ranks: int, seconds: float) -> RankLinks:
     """One rank's links over inboxes in a file that all ranks map."""
     words = ranks * ROOMS.words
     inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
     at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
     control, turns = new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32)
-    links = Links(rank, ranks, at, control, turns, ROOMS, projection="divided")
+    links = RankLinks(rank, ranks, at, control, turns, ROOMS, projection="divided")
     _mapped.append(inboxes)
     return links
 
@@ -71,7 +71,7 @@ def generator(round_: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * round_ + rank)
 
 
-def projected(round_: int, tokens: int, links: Links) -> tuple[Tensor, ...]:
+def projected(round_: int, tokens: int, links: RankLinks) -> tuple[Tensor, ...]:
     """Run `project_a` with its input columns split over the ranks; -> the outputs as every rank sees them."""
     g = generator(round_, 99)
     inputs = 128 * links.ranks * (1 + round_ % 2)
@@ -86,7 +86,7 @@ def projected(round_: int, tokens: int, links: Links) -> tuple[Tensor, ...]:
     return got
 
 
-def attention(round_: int, tokens: int, links: Links) -> Tensor:
+def attention(round_: int, tokens: int, links: RankLinks) -> Tensor:
     """Run `project_out` on this rank's inputs; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
@@ -106,7 +106,7 @@ def attention(round_: int, tokens: int, links: Links) -> Tensor:
     return got
 
 
-def experts(round_: int, tokens: int, links: Links) -> Tensor:
+def experts(round_: int, tokens: int, links: RankLinks) -> Tensor:
     """Run `experts_down` on this rank's part of every expert's width; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
@@ -131,7 +131,7 @@ def experts(round_: int, tokens: int, links: Links) -> Tensor:
     return got
 
 
-def sums(round_: int, tokens: int, links: Links) -> Tensor:
+def sums(round_: int, tokens: int, links: RankLinks) -> Tensor:
     """Run `sum_ranks` on inputs that contain minus zeros; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
@@ -153,12 +153,12 @@ def sums(round_: int, tokens: int, links: Links) -> Tensor:
     return got
 
 
-def gathered(round_: int, links: Links) -> None:
+def gathered(round_: int, links: RankLinks) -> None:
     parts = [torch.randn(ROWS, COLUMNS, generator=generator(round_, rank)) for rank in range(links.ranks)]
     assert torch.equal(gather_ranks(parts[links.rank], links), torch.cat(parts, 1))
 
 
-def queries(round_: int, tokens: int, links: Links) -> None:
+def queries(round_: int, tokens: int, links: RankLinks) -> None:
     """Run `gather_queries` on pairs that hold zeros of both signs in every place."""
 
     def part(rank: int) -> Tensor:
@@ -170,7 +170,7 @@ def queries(round_: int, tokens: int, links: Links) -> None:
     assert torch.equal(gather_queries(parts[links.rank], links), torch.cat(parts, 1))
 
 
-def latents(round_: int, tokens: int, splits: int, links: Links) -> None:
+def latents(round_: int, tokens: int, splits: int, links: RankLinks) -> None:
     """Run `share_latents` on parts in which some or all splits are empty; empty splits have NaN latents."""
 
     def part(rank: int) -> tuple[Tensor, Tensor]:

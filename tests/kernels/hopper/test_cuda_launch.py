@@ -141,6 +141,8 @@ def test_no_more_blocks_wait_for_other_ranks_than_lie_on_the_chip_at_once(thread
         arguments = EMBED(**given())
         two.launch(arguments, most // 2, 2)
         one.launch(arguments, most + 1)
-        with pytest.raises(AssertionError, match=f"embed: {most + 1} blocks wait for other ranks, {most} lie at once"):
+        with pytest.raises(
+            AssertionError, match=f"embed: {most + 1} blocks wait for other ranks, but only {most} are resident at once"
+        ):
             two.launch(arguments, most + 1)
     assert launched == [(most // 2, 2), (most + 1, 1)]

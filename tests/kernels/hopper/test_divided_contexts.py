@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 
 from redline.kernels.hopper.decode.share_latents import divides, gain
-from redline.kernels.hopper.ranks import Links, Rooms
+from redline.kernels.hopper.ranks import RankLinks, Rooms
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "divided-contexts-h200.json"
 HEADS, RANK = 32, 512  # Kimi's sizes for one of two ranks
 NOTHING = torch.zeros(2, dtype=torch.int32)
-LINKS = Links(0, 2, (0, 0), NOTHING, NOTHING, Rooms(sums=4, gathered=4, queries=4, latents=4, projected=4))
+LINKS = RankLinks(0, 2, (0, 0), NOTHING, NOTHING, Rooms(sums=4, gathered=4, queries=4, latents=4, projected=4))
 
 
 def test_it_is_decided_as_it_was_measured():

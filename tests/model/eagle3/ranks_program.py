@@ -26,7 +26,7 @@ from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import ALONE, Alone, Group
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import MOST_TOKENS, Links, new_control
+from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks, new_control
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3 import hopper
@@ -84,7 +84,7 @@ class Ranks(Alone):
         self._mapped = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
         at = tuple(self._mapped.data_ptr() + 4 * words * other for other in range(ranks))
         turns = torch.zeros(2, dtype=torch.int32)
-        self.links = Links(rank, ranks, at, new_control(seconds, pinned=False), turns, rooms)
+        self.links = RankLinks(rank, ranks, at, new_control(seconds, pinned=False), turns, rooms)
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `GpuGroup.gather`."""

@@ -620,11 +620,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an index that points elsewhere": (
         edit_index(lambda index: index["weight_map"].update({NORM: "../model.safetensors"})),
-        f"index.json: {NORM}: lies in '../model.safetensors'; expected a file of the same folder",
+        f"index.json: {NORM}: is in '../model.safetensors'; expected a file of the same folder",
     ),
     "an index that lists what is not there": (
         edit_index(lambda index: index["weight_map"].update({"x": "model-00001-of-00001.safetensors"})),
-        "model-00001-of-00001.safetensors: x: missing; expected here, as model.safetensors.index.json says",
+        "model-00001-of-00001.safetensors: x: missing; model.safetensors.index.json expects it here",
     ),
     "an index without a map": (
         edit_index(lambda index: index.pop("weight_map")),

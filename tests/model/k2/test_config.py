@@ -249,7 +249,7 @@ def test_a_format_said_only_in_hf_quant_config_is_read_or_refused(tmp_path: Path
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
     assert K2Config.from_folder(tmp_path).quantization == Nvfp4Experts("ModelOpt")
     beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says W4A8_AWQ"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json has W4A8_AWQ"):
         K2Config.from_folder(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_fp8_without_blocks_is_refused(value: Any):
 
 def test_two_quantization_configs_that_differ_are_refused():
     other = FACTS["k2"]["quantization_config"]
-    with pytest.raises(CheckpointError, match="stands at the top and in text_config"):
+    with pytest.raises(CheckpointError, match="quantization_config at the top and in text_config differ"):
         K2Config.from_dict(nested(flat(), quantization_config=other))
 
 

@@ -53,7 +53,7 @@ def test_rows_do_not_overlap_more_than_by_chance():
 
 @pytest.mark.parametrize(("tokens", "independent", "correlated"), [(1, 8, 8), (4, 31.0, 22.0), (8, 59.5, 39.8)])
 def test_distinct_experts_come_to_the_published_expectations(tokens: int, independent: float, correlated: float):
-    """E (1 - (1 - k / E)^m), and the same with 1 + (m - 1) (1 - w) in place of m: kernels.md 1.2."""
+    """E (1 - (1 - k / E)^m), and the same with 1 + (m - 1) (1 - w) in place of m."""
     free = distinct(draw(generator(5), 2000, 1, tokens, E, K), E).double().mean().item()
     held = distinct(draw(generator(6), 2000, 1, tokens, E, K, OVERLAP), E).double().mean().item()
     assert free == pytest.approx(independent, abs=0.15)

@@ -36,7 +36,7 @@ from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
-from redline.run.graphs.captured import CapturedSteps, Wants, _facts, _way, _wishes
+from redline.run.graphs.captured import CudaGraphRunner, SamplingNeeds, _facts, _way, _wishes
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
@@ -48,7 +48,7 @@ from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
 from redline.wire.news import Stop
-from redline.wire.step import Begin, Recorded, Row, Shape, Step
+from redline.wire.step import Begin, CapturedShapes, Row, Shape, Step
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
 from tests.run.graphs.conftest import Open
@@ -259,7 +259,7 @@ def test_a_step_replays_the_shape_that_it_names_or_the_host_leads_it(captured: O
     assert captures is not None
     kept = [Shape(2, 1, 1024), Shape(8, 1, 1024), Shape(8, 4, 1024)]
     captures._recorded = {shape: captures._recorded[shape] for shape in kept}
-    captures.report = Recorded(shapes=tuple(kept))
+    captures.report = CapturedShapes(shapes=tuple(kept))
     ran: list[Shape] = []
 
     def forward(shape: Shape, whole: Callable[[], None]) -> None:
@@ -507,7 +507,7 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
     asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
     drafted: list[list[list[int]]] = []
 
-    def launch(self: CapturedSteps, step: Step, wants: Wants, masks: Any) -> Any:
+    def launch(self: CudaGraphRunner, step: Step, wants: SamplingNeeds, masks: Any) -> Any:
         replay = launched(self, step, wants, masks)
         drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
         return replay
@@ -516,8 +516,8 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
         with emulation():
             serve(runner)
 
-    launched, serve = CapturedSteps.launch, Runner._serve
-    monkeypatch.setattr(CapturedSteps, "launch", launch)
+    launched, serve = CudaGraphRunner.launch, Runner._serve
+    monkeypatch.setattr(CudaGraphRunner, "launch", launch)
     answers: list[dict[str, Answer]] = []
     for on_gpu in (False, True):
         if on_gpu:

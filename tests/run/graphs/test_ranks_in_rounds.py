@@ -13,7 +13,7 @@ from redline.kernels.group import Alone
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint
-from redline.run.graphs.captured import CapturedSteps
+from redline.run.graphs.captured import CudaGraphRunner
 from redline.run.graphs.graph import Recorder
 from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
@@ -38,14 +38,14 @@ def test_ranks_plan_the_same_though_their_hosts_learn_of_tokens_at_other_times(
     A single rank would repeat the shortest row, which depends on the results that its host has read.
     """
     plans: list[np.ndarray[Any, Any]] = []
-    write = CapturedSteps._plan
+    write = CudaGraphRunner._plan
 
-    def kept(self: CapturedSteps, shape: Shape, rows: Any, masks: Any, plan: Any) -> None:
+    def kept(self: CudaGraphRunner, shape: Shape, rows: Any, masks: Any, plan: Any) -> None:
         write(self, shape, rows, masks, plan)
         plans.append(plan.numpy()[: shape.rows].copy())
 
     monkeypatch.setattr(tiny_model(), "group", group)
-    monkeypatch.setattr(CapturedSteps, "_plan", kept)
+    monkeypatch.setattr(CudaGraphRunner, "_plan", kept)
     shape = Shape(4, 1, 1024)
     first, both = (Row(slot=0, start=None, count=1),), tuple(Row(slot=slot, start=None, count=1) for slot in range(2))
     steps = [Step(number=n, rows=first, shape=shape) for n in range(2, 7)] + [Step(number=7, rows=both, shape=shape)]

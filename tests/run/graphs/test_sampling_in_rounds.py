@@ -11,7 +11,7 @@ from torch import Tensor
 from redline.kernels.hopper.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
 from redline.kernels.hopper.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
 from redline.plan.recorded import RecordedShapes
-from redline.run.graphs.captured import CapturedSteps, _way
+from redline.run.graphs.captured import CudaGraphRunner, _way
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import TOP_LOGPROBS, logprobs_of_row, score_rows
 from redline.run.sampling.on_host import adjusted, likeliest, logprobs_of
@@ -246,7 +246,7 @@ def test_masks_that_the_host_writes_between_the_pieces_decide_what_is_chosen(cap
         runner.close()
 
 
-def _by_thread(runner: Runner, captures: CapturedSteps, step: Step, masks: dict[int, Callable[[], Tensor]]) -> Any:
+def _by_thread(runner: Runner, captures: CudaGraphRunner, step: Step, masks: dict[int, Callable[[], Tensor]]) -> Any:
     wants = captures.wants(step)
     assert wants.refusal is None
     return runner._by_thread(lambda: captures.launch(step, wants, masks).result()).result().rows

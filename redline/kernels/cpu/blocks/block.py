@@ -1,6 +1,6 @@
-"""What a block of the model reads, and a step, as a CPU's kernels read them.
+"""The inputs of a block (weights) and of a step, in the layouts of the CPU kernels.
 
-T tokens, D hidden. What they mean together is `redline.model.k2.forward`.
+T tokens, D hidden. The computation is defined in `redline.model.k2.forward`.
 """
 
 import ctypes
@@ -26,20 +26,20 @@ _layouts: "WeakKeyDictionary[Inputs, Record]" = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Moe:
-    """The routed experts of a layer and their router, as `route_experts` and `moe` take them."""
+    """The routed experts of a layer and their router, in the form that `route_experts` and `moe` take."""
 
     router: Matrix  # bf16 [E, D]
     bias_E: Tensor  # float32
     gate_up: Experts  # [E, 2 I, D], gate first
     down: Experts  # [E, D, I]
-    chosen: int  # experts of a token
+    chosen: int  # number of experts per token
     normalise: bool  # whether a token's weights are divided by their sum
-    scale: float  # what they are multiplied by then
+    scale: float  # factor of the weights after normalisation
 
 
 @dataclass(frozen=True)
 class Block:
-    """One layer's weights, and the numbers of its formulas that are no weights."""
+    """One layer's weights and scalar parameters."""
 
     attention_norm: Tensor  # float32 [D]
     attention: MlaWeights[Matrix]
@@ -48,12 +48,12 @@ class Block:
     shared_gate_up: Matrix  # bf16 [2 Is, D], gate first: of the shared expert, or of the dense MLP
     shared_down: Matrix  # bf16 [D, Is]
     experts: Moe | None  # None: a dense layer
-    eps: float  # of the two norms
-    softmax_scale: float  # what attention's scores are multiplied by
+    eps: float  # of both norms
+    softmax_scale: float  # factor of the attention scores
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the kernels take these weights: all in panels, and every width that they write a multiple of 32."""
+        """Whether the kernels support these weights: all in panels, and all output widths multiples of 32."""
         w, moe_ = self.attention, self.experts
         if not in_panels(w):
             return False
@@ -66,7 +66,7 @@ class Block:
 
     @functools.cached_property
     def layout(self) -> Record:
-        """As the kernels read it; it lasts as long as this block."""
+        """The record that the kernels read; valid for the lifetime of this block."""
         w, moe_ = self.attention, self.experts
         gate_up, down = (None, None) if moe_ is None else (moe_.gate_up, moe_.down)
         experts, width = (0, 0) if down is None else (down.shape[0], down.shape[2])
@@ -110,7 +110,7 @@ class Block:
 
 
 def address_of(inputs: Inputs) -> int:
-    """Of a step as the kernels read it, which lasts as long as the inputs, and is made once for all that run them."""
+    """Address of a step's record for the kernels. Made once per `inputs`, and valid for their lifetime."""
     layout = _layouts.get(inputs)
     if layout is None:
         layout = _layouts[inputs] = _BlockTokens(

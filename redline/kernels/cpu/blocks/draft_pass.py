@@ -2,13 +2,13 @@
 
 T rows, R queries (rows that are finished), D hidden, H heads, P rope, V value width (in logits: vocabulary).
 
-`fuse`   the target's states of some positions, each normed, to one feature
-`run`    a pass: embeddings and features, normed, side by side, through one layer of latent attention and an MLP
-`chain`  a pass, the likeliest token of each query, a pass over those, and so on
+`fuse`   the target's states of some positions, each normed, fused to one feature
+`run`    a pass: normed embeddings and features, concatenated, through one layer of latent attention and an MLP
+`chain`  greedy drafting: a pass, the argmax token of each query, a pass over those tokens, and so on
 
-Row t takes the token at place t + 1, is rotated by t, and lies at place t + 1 of its slot's pages; place 0 holds
-nothing. A pass has some twenty small tensors and twelve calls, which together cost as much as its arithmetic. What it
-means, and the bits that it has to have, is `redline.model.eagle3.forward`.
+Row t reads the token at place t + 1, is rotated by t, and its KV is stored at place t + 1 of its slot's pages; place 0
+is unused. A pass has some twenty small tensors and twelve calls, which as separate Python calls would cost as much as
+the arithmetic. The computation, and the bits of its results, are defined in `redline.model.eagle3.forward`.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ _chain = native.function("draft_chain")
 
 @dataclass(frozen=True)
 class DraftLayer:
-    """All of a drafter but its fusion; the kernels take one with latent attention."""
+    """All weights of a drafter but the fusion's; the kernels support only latent attention."""
 
     embedding_VD: Tensor  # bf16
     input_norm: Tensor  # float32 [D], as are the others
@@ -49,15 +49,15 @@ class DraftLayer:
     gate_up: Matrix
     down: Matrix
     norm: Tensor
-    head: Matrix | Tiled  # only the chain reads it, and then it is of the whole vocabulary, in its order
+    head: Matrix | Tiled  # read only by the chain, and then it has the whole vocabulary, in order
     eps: float
     softmax_scale: float
     norm_before_residual: bool
-    norm_output: bool  # whether what is fed back is normed
+    norm_output: bool  # whether the normed output is fed back
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the kernels take all these sizes."""
+        """Whether the kernels support all these sizes."""
         w = self.attention
         if not isinstance(w, MlaWeights):
             return False
@@ -68,7 +68,7 @@ class DraftLayer:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the kernels read it; it lasts as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class DraftLayer:
 
 @dataclass(frozen=True)
 class DraftPages:
-    """What rows are looked up in; it lasts as long as these tensors, whose contents may change."""
+    """The tensors in which rows are looked up; their contents may change."""
 
     tokens: Tensor  # int64 [slots, places]
     tables: Tensor  # int32 [slots, pages per slot]
@@ -120,7 +120,7 @@ class DraftPages:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the kernels read it; it lasts as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -137,7 +137,7 @@ class DraftPages:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """`queries`: the rows that are finished. `ids`: the rows' tokens; None: those that their slots have."""
+    """`queries`: the rows that are finished. `ids`: the rows' tokens; None: the tokens in their slots."""
 
     slots: Sequence[int]
     positions: Sequence[int]
@@ -146,11 +146,11 @@ class DraftRows:
 
 
 class DraftFuseArgs(NamedTuple):
-    """Rows `sources` of S states side by side, F = S W, to one feature each."""
+    """Fuses each of the rows `sources` of S concatenated states, F = S W, to one feature."""
 
     features_NF: Tensor
     sources: Sequence[int]
-    norms_SW: Tensor | None  # float32; None: the states go in as they are
+    norms_SW: Tensor | None  # float32; None: the states are not normed
     fc: Matrix  # [D, F]
     eps: float
 
@@ -158,7 +158,7 @@ class DraftFuseArgs(NamedTuple):
 class DraftPassArgs(NamedTuple):
     """A pass of T rows, R of which are finished."""
 
-    feature_TD: Tensor  # fused, or fed back
+    feature_TD: Tensor  # fused from the target's states, or fed back
     weights: DraftLayer
     pages: DraftPages
     rows: DraftRows
@@ -166,13 +166,13 @@ class DraftPassArgs(NamedTuple):
 
 
 class DraftChainArgs(NamedTuple):
-    """A pass, and drafts behind its queries."""
+    """A pass, followed by drafting from its queries."""
 
     feature_TD: Tensor
     weights: DraftLayer
     pages: DraftPages
-    rows: DraftRows  # its tokens are those of the slots
-    wanted: Sequence[int]  # drafts of each query, at least one
+    rows: DraftRows  # its tokens are those in the slots
+    wanted: Sequence[int]  # number of drafts of each query, at least one
     plane: Tensor
 
 
@@ -222,9 +222,9 @@ def run(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
 
 
 def chain(args: DraftChainArgs) -> Tensor:
-    """int64 [R, most wanted], 0 where fewer are."""
+    """int64 [R, max(wanted)], padded with 0."""
     feature_TD, weights, pages, rows, wanted, plane = args
-    assert rows.ids is None, "the chain begins behind what the slots have"
+    assert rows.ids is None, "the chain begins after the tokens in the slots"
     slots, positions, queries = array("i", rows.slots), array("i", rows.positions), array("i", rows.queries)
     wants = array("i", wanted)
     drafted = torch.zeros(len(queries), max(wanted, default=0), dtype=torch.int64)
@@ -247,10 +247,10 @@ def chain(args: DraftChainArgs) -> Tensor:
 
 
 def fuse_fits(args: DraftFuseArgs) -> bool:
-    """The weight lies in whole panels, and the states lie in one piece."""
+    """Whether the weight is in whole panels and the states are contiguous."""
     return args.fc.panels and args.fc.outputs % PANEL == 0 and args.features_NF.is_contiguous()
 
 
 def fits(args: DraftPassArgs | DraftChainArgs) -> bool:
-    """The drafter has latent attention in whole panels, and the features lie in one piece."""
+    """Whether the drafter has latent attention in whole panels and the features are contiguous."""
     return args.weights.fits and args.feature_TD.is_contiguous()

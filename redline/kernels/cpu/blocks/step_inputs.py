@@ -1,6 +1,6 @@
-"""The inputs of a step whose tokens all decode, gathered from the slots.        T tokens, P rope.
+"""The inputs of a decode-only step, gathered from the slots.        T tokens, P rope.
 
-Every step of T tokens writes them into the same memory: making a tensor takes longer than filling it.
+Every step of T tokens writes them into the same memory: allocating a tensor takes longer than filling it.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ _StepMemory = native.record("StepMemory")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Where a step of T tokens is written, and what its angles are looked up in."""
+    """The output memory of a step of T tokens, and the tables of its angles."""
 
     cos: Tensor  # float32 [positions, P / 2]: read
     sin: Tensor  # as cos
-    inputs: Inputs  # of T queries, token t being query t: written, but for tokens_Q and tables
+    inputs: Inputs  # of T queries; token t is query t. Written, except tokens_Q and tables
 
     @functools.cached_property
     def written(self) -> StepRows:
@@ -41,12 +41,12 @@ class StepMemory:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the kernels read it; it lasts as long as this object."""
+        """Address of the record that the kernels read; valid for its lifetime."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
     def _layout(self) -> Record:
-        """As the kernel reads it."""
+        """The record that the kernel reads."""
         i = self.inputs
         return _StepMemory(
             tables=i.tables,
@@ -65,7 +65,7 @@ class StepMemory:
 
 
 def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
-    """For steps of this many tokens. tables int32 [slots, pages per slot]; cos, sin float32 [positions, P / 2]."""
+    """Memory for steps of `tokens` tokens. tables int32 [slots, pages per slot]; cos, sin float32 [position, P / 2]."""
     pairs, device = cos.shape[1], cos.device
     inputs = Inputs(
         ids_T=torch.empty(tokens, dtype=torch.int64, device=device),
@@ -82,15 +82,15 @@ def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
 
 
 class StepInputsArgs(NamedTuple):
-    """Gathers the tokens, angles, cache rows and contexts of every position that a step runs."""
+    """Gathers the tokens, angles, cache rows and contexts of all positions of a step."""
 
-    tokens: Tensor  # int64 [slots, places]: each slot's tokens; rows may lie apart
-    into: StepMemory  # of T tokens, as many as `spans` have; its inputs are written, but for tokens_Q and tables
-    spans: Sequence[int]  # slot, first position and count of each row in turn
+    tokens: Tensor  # int64 [slots, places]: each slot's tokens; rows may be strided
+    into: StepMemory  # for T tokens, the sum of the counts in `spans`; written, except tokens_Q and tables
+    spans: Sequence[int]  # slot, first position and count of each row, flattened
 
 
 def reference(args: StepInputsArgs) -> StepRows:
-    """-> what was written: tensors of `into`, which the next step of as many tokens overwrites."""
+    """-> the written tensors of `into`; the next step with the same number of tokens overwrites them."""
     into, spans = args.into, args.spans
     spans = list(spans)
     rows = list(zip(spans[::3], spans[1::3], spans[2::3], strict=True))
@@ -111,7 +111,7 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 
 def kernel(args: StepInputsArgs) -> StepRows:
-    """One call; fills the memory that `into` has for a step of so many tokens, and gives it back."""
+    """One native call that fills and returns the tensors of `into`."""
     tokens, given = args.tokens, array("i", args.spans)
     spans, values = given.buffer_info()
     _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.address, spans=spans, S=values // 3)
@@ -119,12 +119,12 @@ def kernel(args: StepInputsArgs) -> StepRows:
 
 
 def cost(args: StepInputsArgs) -> Cost:
-    """What is written, read once from somewhere and written once; operations are not counted."""
+    """Each output is read once from its source and written once; operations are not counted."""
     return Cost(2 * sum(x.nbytes for x in args.into.written))
 
 
 def cases() -> Iterator[Case]:
-    """One token, rows of one token each, and rows of several: drafts that are verified."""
+    """One token, rows of one token each, and rows of several tokens that verify drafts."""
 
     def make(counts: tuple[int, ...], pages: int, pairs: int):
         def inputs(g: torch.Generator) -> StepInputsArgs:

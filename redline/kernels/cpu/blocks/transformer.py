@@ -1,10 +1,10 @@
-"""A model in one call on a CPU: the embedding, all blocks, the last norm, the head, the likeliest next tokens.
+"""A model in one call on a CPU: the embedding, all blocks, the last norm, the head, the argmax of the next tokens.
 
-The way from Python costs some 5 us an op, and between two native calls Python finds its caches full of weights: then 20
-(`benchmarks/results/step-profile.json`). A step of one token has nearly sixty ops. What they mean together, and the
-bits that this has to have, is `redline.model.k2.forward`.
+A call from Python costs about 5 us per op, and 20 us if the native calls in between have filled Python's caches with
+weights (`benchmarks/results/step-profile.json`). A step of one token has nearly sixty ops. The computation, and the
+bits of its results, are defined in `redline.model.k2.forward`.
 
-T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is asked for, V vocabulary.
+T tokens, D hidden, L blocks, F captured states, R rows with a requested next token, V vocabulary.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _TransformerWeights = native.record("TransformerWeights")
 
 @dataclass(frozen=True)
 class Transformer:
-    """A whole model's weights, as one native call reads them."""
+    """A whole model's weights, in the form of the native call."""
 
     embedding_VD: Tensor  # bf16
     blocks: tuple[Block, ...]
@@ -41,7 +41,7 @@ class Transformer:
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the native call takes this model: every block fits, the embedding is bf16, the head is in panels."""
+        """Whether the native call supports the model: all blocks fit, the embedding is bf16, the head is in panels."""
         return (
             bool(self.blocks)
             and all(block_.fits for block_ in self.blocks)
@@ -52,7 +52,7 @@ class Transformer:
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations: float32 where the CPU computes, the weights' own bf16 on a GPU."""
+        """The dtype of activations: float32 on a CPU, bf16 (that of the weights) on a GPU."""
         return torch.bfloat16 if self.embedding_VD.is_cuda else torch.float32
 
     @functools.cached_property
@@ -62,17 +62,17 @@ class Transformer:
 
     @functools.cached_property
     def logits_width(self) -> int:
-        """The width of a row of the kernel's logits: V, filled to whole panels of 32."""
+        """The width of a row of the kernel's logits: V, padded to whole panels of 32."""
         return (self.head.outputs + PANEL - 1) // PANEL * PANEL
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the kernels read it; it lasts as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
     def _layout(self) -> Record:
-        """As the kernels read it; it lasts as long as these weights."""
+        """The record that the kernels read; valid for the lifetime of these weights."""
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
         blocks = (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
         return _TransformerWeights(
@@ -88,26 +88,26 @@ class Transformer:
 
 
 class Predicted(NamedTuple):
-    """The result of a step. Most steps are asked for tokens alone: the rest becomes tensors only when it is read."""
+    """The result of a step. Most steps need only tokens: the other results become tensors when they are read."""
 
-    likeliest: list[int]  # R tokens: the first where several are equal, -1 where a logit is not finite
-    features: Tensor | None  # [T, F D]: the residual stream as it enters the wanted layers; None: none are wanted
+    likeliest: list[int]  # R argmax tokens; ties go to the lowest id, -1 if a logit is not finite
+    features: Tensor | None  # [T, F D]: the residual stream at the input of the captured layers; None: none captured
     hidden: Callable[[], Tensor]  # [T, D]: the normed last state
     logits: Callable[[], Tensor]  # float32 [R, V]
 
 
 class TransformerArgs(NamedTuple):
-    """Runs a step of the whole model: from its tokens to the likeliest next ones."""
+    """Runs a step of the whole model, from its tokens to the argmax of the next ones."""
 
     planes: Tensor  # [L, pages, 64, R + P] float32, bf16 or e4m3: read, and written at rows_T
     weights: Transformer
     inputs: Inputs
-    layers: Sequence[int]  # F layers whose entering states are kept, in the order of `features`; L: the last norm
-    asked: Sequence[int]  # R places of tokens in the step
+    layers: Sequence[int]  # F layers whose input states are captured, in the order of `features`; L: the last norm
+    asked: Sequence[int]  # R indices of tokens in the step
 
 
 def run(args: TransformerArgs) -> Predicted:
-    """The whole step by one native call, float32 in between; writes the planes at rows_T."""
+    """The whole step in one native call, with float32 intermediates; writes the planes at rows_T."""
     planes, weights, inputs, layers, asked = args
     tokens, rows, d = inputs.count, len(asked), weights.width
     features = torch.empty(tokens, len(layers) * d) if layers else None
@@ -137,7 +137,7 @@ def run(args: TransformerArgs) -> Predicted:
 
 
 def _floats(rows: int, width: int) -> "ctypes.Array[ctypes.c_float]":
-    """Zeroed memory of Python's own: a tensor takes ten times longer to make."""
+    """Zeroed memory from ctypes: allocating a tensor takes ten times longer."""
     return (ctypes.c_float * (rows * width))()
 
 
@@ -147,10 +147,10 @@ def _tensor(floats: "ctypes.Array[ctypes.c_float]", rows: int, width: int) -> Te
 
 @functools.cache
 def _places(blocks: int, layers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
-    """int32 [L + 1]: the place in `features` of the state that enters each block and the last norm; -1: not kept."""
+    """int32 [L + 1]: index in `features` of the input of each block and of the last norm; -1: not captured."""
     return (ctypes.c_int32 * (blocks + 1))(*(layers.index(i) if i in layers else -1 for i in range(blocks + 1)))
 
 
 def fits(args: TransformerArgs) -> bool:
-    """Whether the native call takes these weights; of a step it takes any number of tokens and any mixture."""
+    """Whether the native call supports these weights; any number and mixture of tokens is supported."""
     return args.weights.fits

@@ -1,7 +1,7 @@
-"""Takes queries into the latent space: q_abs = [W_UK q_nope | q_rope].       T tokens, H heads, N nope, P rope, R rank.
+"""Projects queries into latent space: q_abs = [W_UK q_nope | q_rope].      T tokens, H heads, N nope, P rope, R rank.
 
-Attention then runs over cached latents themselves (`attend`), all heads against one row. 8.4 MB of weights at Kimi's
-sizes, read once: 128 blocks, (head, half of R), each with its 64 KB in flight before the grid in front has ended.
+Attention then runs directly over cached latents (`attend`), all heads against one row. 8.4 MB of weights at Kimi's
+sizes, read once: 128 blocks, (head, half of R), each with its 64 KB requested before the preceding grid has ended.
 """
 
 import functools
@@ -20,7 +20,7 @@ _Launch = launch_record("decode/absorb.cu", "AbsorbLaunch")
 
 
 class AbsorbArgs(NamedTuple):
-    """Multiplies the nope part of each head with its W_UK, and copies the rotated part."""
+    """Multiplies the nope part of each head by its W_UK, and copies the rotated part."""
 
     q_THX: Tensor  # bf16 [T, H, N + P], the last P of each head rotated
     w_uk: Tiled  # [H, R, N]
@@ -51,7 +51,7 @@ def _cuda(args: AbsorbArgs) -> Tensor:
 
 
 def _cuda_fits(args: AbsorbArgs) -> bool:
-    """Whether half a head's W_UK, R N bytes, fits in 64 KB of shared memory, and the rest in whole copies and tiles."""
+    """Whether half a head's W_UK (R N bytes) fits in 64 KB of shared memory, and sizes are whole copies and tiles."""
     _, rank, nope = args.w_uk.shape
     rope = args.q_THX.shape[-1] - nope
     return args.q_THX.dtype == torch.bfloat16 and nope % 128 == rank % 64 == rope % 8 == 0 and rank * nope <= 65536

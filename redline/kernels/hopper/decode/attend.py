@@ -1,22 +1,22 @@
 """Attention of absorbed queries over cached latents.        T tokens, Q queries, H heads, R rank, P rope, S splits.
 
-A page holds 64 rows [latent R | rotated key P]: all heads score the same rows, and the latents are the values too. A
-block takes 16, 32 or 64 heads of a query and a run of its pages, one split; `unabsorb` combines the splits. With small
-blocks a page is read more often, and answers come sooner where the GPU has room.
+A page has 64 rows [latent R | rotated key P]: all heads score the same rows, and the latents are also the values. A
+block computes 16, 32 or 64 heads of a query over a range of its pages, one split; `unabsorb` combines the splits. With
+small blocks a page is read more often, but latency is lower if the GPU has free SMs.
 
-A rank of several has few heads, and a row that verifies drafts several queries of one context. Then a block may take
-heads of neighbouring queries together: (query, head) pairs are rows of q one behind the other, so it is as if one query
-had so many times the heads, of which each sees as many tokens as its own query does. The context is read once, and
-shared out by the longest of the queries'. So a query's bits depend on how many tokens its row verifies, never on what
-these are.
+With tensor parallelism a rank has few heads, and a row that verifies drafts has several queries of one context. Then a
+block may compute heads of consecutive queries together: (query, head) pairs are consecutive rows of q, so this looks
+like one query with several times the heads, in which every head sees as many tokens as its own query. The context is
+read once, and is split by the length of the longest query. So a query's bits depend on the number of tokens that its
+row verifies, but not on which tokens these are.
 
-Products of 16 or 32 heads are of warps (attend.cu), those of 64 of warpgroups (attend_warpgroups.cu), which read a page
-from shared memory a quarter as often.
+Blocks of 16 or 32 heads use warp-level matmuls (attend.cu), blocks of 64 heads use warpgroup matmuls
+(attend_warpgroups.cu), which read a page from shared memory a quarter as often.
 
-Heads of a block and splits of a query depend on the shape of a step alone, as a captured graph demands. A query's pages
-are shared out evenly over the splits by its own length, so a grid made for 32k tokens keeps its blocks busy at 2k.
-Partial latents are bf16, like the product they go into, so one split loses nothing: at 32k tokens and 64 heads 128
-splits write 8.4 MB (float32: 16.8) beside 37.7 MB of pages.
+The heads per block and the splits per query depend only on the shape of a step, as CUDA graphs require. A query's pages
+are divided evenly over the splits by its own length, so a grid made for 32k tokens keeps its blocks busy at 2k. Partial
+latents are bf16, like the matmul that reads them, so a single split loses nothing: at 32k tokens and 64 heads 128
+splits write 8.4 MB (float32: 16.8), compared with 37.7 MB of pages.
 """
 
 import functools
@@ -32,28 +32,28 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-SMS = 132  # NVIDIA H100 and H200
-MAX_WAVES = 4  # of blocks, where pages are split: 35 MB of partial latents at R = 512
-LATENT, ROPE = 512, 64  # R of the models that the times below were measured with, and P of every model here
-WARPGROUP_ROWS = {64}  # heads of the blocks that take attend_warpgroups.cu, which could do 16 and 32 too
+SMS = 132  # multiprocessors of NVIDIA H100 and H200
+MAX_WAVES = 4  # maximum waves of blocks, if pages are split: 35 MB of partial latents at R = 512
+LATENT, ROPE = 512, 64  # R of the models used for the measurements below, and P of every model here
+WARPGROUP_ROWS = {64}  # block sizes, in heads, that use attend_warpgroups.cu, which supports 16 and 32 too
 _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
 _Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 
 
 class Plan(NamedTuple):
-    """How a step's queries are divided over blocks."""
+    """How the queries of a step are divided over blocks."""
 
-    rows: int  # of a block: heads of a query, or of several
-    splits: int  # of a query
-    together: int = 1  # queries whose heads blocks take as if they were one query's
+    rows: int  # of a block: heads of one query, or of several
+    splits: int  # number per query
+    together: int = 1  # number of queries that blocks process as if they were one query
 
 
 @functools.cache
 def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
-    """The way that a model fitted to an NVIDIA H200 finds the quickest, `unabsorb`'s combining of splits included.
+    """The fastest plan according to a cost model fitted to an NVIDIA H200; it includes the combining in `unabsorb`.
 
-    max_length: tokens, at least those of any query's context. positions: queries of one slot that are side by side.
+    max_length: tokens, an upper bound of every query's context. positions: consecutive queries that belong to one slot.
     """
     pages = max(1, -(-max_length // PAGE_TOKENS))
     apart = min(_ways(queries, heads, pages), key=lambda way: modelled(way, queries, heads, pages))
@@ -66,32 +66,32 @@ def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
 
 
 def _alone(way: Plan, queries: int, heads: int, pages: int) -> float:
-    """Microseconds of a way where heads are so few that each is combined by its own block, as fast as one reads."""
+    """Microseconds of a plan for few heads: each head is combined by its own block, at the read rate of one block."""
     return microseconds(way, queries, heads, pages) + queries * way.splits * _LATENT_BYTES / _BLOCK_SPEED
 
 
 def predicted(queries: int, heads: int, max_length: int, positions: int = 1) -> float:
-    """Microseconds that the quickest way takes by the model, combining included."""
+    """Microseconds of the fastest plan according to the model, combining included."""
     pages = max(1, -(-max_length // PAGE_TOKENS))
     return modelled(plan(queries, heads, max_length, positions), queries, heads, pages)
 
 
 def modelled(way: Plan, queries: int, heads: int, pages: int) -> float:
-    """Microseconds that a way takes by the model, `unabsorb`'s combining included."""
+    """Microseconds of a plan according to the model, including the combining in `unabsorb`."""
     return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
 
 def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
-    """Every size of block that is not half empty, with every number of splits of which none is empty."""
+    """All block sizes that are at least half full, with all numbers of splits without an empty split."""
     for rows in _TIMES:
-        if rows < heads + 16:  # no block is half empty
+        if rows < heads + 16:  # blocks are at least half full
             for splits in splits_of(queries * -(-heads // rows), pages):
                 yield Plan(rows, splits)
 
 
 def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iterator[Plan]:
-    """Every size of block of which a slot's queries take fewer together than apart. The last may be half empty, for
-    with a page a block of 64 rows is done sooner than one of 32."""
+    """All block sizes for which a slot's queries need fewer blocks together than separately. The last block may be less
+    than half full, since a block of 64 rows processes a page faster than one of 32."""
     for rows in _TIMES:
         blocks = -(-positions * heads // rows)
         if blocks < positions * -(-heads // rows):
@@ -100,19 +100,19 @@ def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iter
 
 
 def splits_of(blocks: int, pages: int) -> Iterator[int]:
-    """Numbers of splits of which none is empty, where each split is of so many blocks."""
+    """All numbers of splits without an empty split, if each split consists of `blocks` blocks."""
     most = min(pages, SMS, max(1, MAX_WAVES * SMS // max(1, blocks)))
     for share in sorted({-(-pages // splits) for splits in range(1, most + 1)}):
         yield -(-pages // share)
 
 
 def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
-    """How long `attend` takes by the model: in each wave a block begins, and multiplies a page while the next comes."""
+    """Modelled time of `attend`: in each wave a block starts, and multiplies a page while the next one is loaded."""
     queries, heads = queries // way.together, heads * way.together
     parts, share = -(-heads // way.rows), -(-pages // way.splits)
     blocks = queries * parts * -(-pages // share)
     waves = -(-blocks // SMS)
-    if share == 1 and waves > 1:  # blocks of one page end one by one; of the smallest, two lie on a multiprocessor
+    if share == 1 and waves > 1:  # one-page blocks end one by one; two of the smallest fit on an SM
         waves = blocks / SMS if way.rows == min(_TIMES) else waves - _ONE_BY_ONE
     busy = min(blocks, SMS)
     memory_speed = _MEMORY_SPEED * (0.35 + 0.65 * busy / SMS)
@@ -122,44 +122,44 @@ def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
 
 
 def _combining(latents: int) -> float:
-    """Microseconds that `unabsorb` takes to read and combine so many partial latents."""
+    """Microseconds in which `unabsorb` reads and combines `latents` partial latents."""
     size = latents * _LATENT_BYTES
     return size / _PARTIAL_SPEED + max(0, size - _PARTIAL_ROOM) / _SPILLED_SPEED
 
 
-# An NVIDIA H200: microseconds, and bytes. 16 and 32 rows as measured; 64 by counted cycles of their products.
-_TIMES = {64: (4.0, 1.6), 32: (3.6, 3.5), 16: (3.0, 2.2)}  # of a block of so many rows: to begin, and each page
+# An NVIDIA H200: microseconds, and bytes. 16 and 32 rows are measured; 64 is from cycle counts of its matmuls.
+_TIMES = {64: (4.0, 1.6), 32: (3.6, 3.5), 16: (3.0, 2.2)}  # rows of a block -> time to start, time per page
 _LAUNCH = 0.4
-_ONE_BY_ONE = 0.45  # of a wave
+_ONE_BY_ONE = 0.45  # share of a wave
 _PAGE_BYTES, _LATENT_BYTES = 73728, 1024
-_SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: of a block, and of all
-# An NVIDIA H100 (`attend-rows-h100.json`): at which a block combines, and what the model has to promise so that taking
-# a row's queries together is nowhere slower; its memory is slower than the H200's of the model.
+_SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: one block, and all together
+# An NVIDIA H100 (`attend-rows-h100.json`): combining rate of a block, and the modelled saving in microseconds above
+# which computing a row's queries together is never slower; its memory is slower than the H200's in the model.
 _BLOCK_SPEED, _TOGETHER_SAVES = 33e3, 4.0
-_PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache
+_PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, in and beyond the L2 cache
 
 
 class AttendArgs(NamedTuple):
-    """Attends with each absorbed query to its slot's latents, split over the chip; Q queries, S splits."""
+    """Attends with each absorbed query to its slot's latents, split over the SMs; Q queries, S splits."""
 
     q_THW: Tensor  # bf16 [T, H, R + P], as `absorb` returns it
     tokens_Q: Tensor  # int32 [Q]: the query's row of q
-    slots_Q: Tensor  # int32 [Q]: its row of tables; queries of one slot, each one longer, are side by side
-    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row the last
+    slots_Q: Tensor  # int32 [Q]: its row of tables; queries of one slot are consecutive, each one token longer
+    lengths_Q: Tensor  # int32 [Q]: rows of its context, of which its own row is the last
     tables: Tensor  # int32 [slots, pages per slot]: the pages of each slot, in order
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, R + P], P = 64; pages are contiguous, and may lie apart
-    scale: float  # what the scores are multiplied by before the softmax
-    max_length: int  # at least the greatest of lengths_Q: S follows from it, not from the lengths
-    skip: int = 0  # leading rows of every slot that hold nothing and are not read, as in `mla_decode`
-    rank: int = 0  # reads the rank's part of every context, of
-    ranks: int = 1  # parts that are alike, in pages
-    positions: int = 1  # of a row of the step: so many queries side by side are of one slot
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, R + P], P = 64; each page is contiguous, pages may be strided
+    scale: float  # factor of the scores before the softmax
+    max_length: int  # an upper bound of lengths_Q, from which S is derived, independent of the actual lengths
+    skip: int = 0  # leading rows of every slot that are unused and not read, as in `mla_decode`
+    rank: int = 0  # with context parallelism: this rank's index ...
+    ranks: int = 1  # ... and the number of ranks that each read an equal part of every context, in pages
+    positions: int = 1  # of a row of the step: this number of consecutive queries belong to one slot
 
 
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
-    """-> (latents bf16 [Q, H, S, R], natural log-sum-exps float32 [Q, H, S]), one of each for a query's every split.
+    """-> (latents bf16 [Q, H, S, R], natural log-sum-exps float32 [Q, H, S]), one for each split of each query.
 
-    A split without rows has -inf; its latents are zeros here and never written by the kernel.
+    An empty split has -inf; its latents are zeros here and are not written by the kernel.
     """
     q_THW = args.q_THW
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
@@ -180,7 +180,7 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
             numbers = args.tables[slot, first : min(first + share, pages)].long()
             rows_SW = args.plane[numbers].flatten(0, 1).float()
             rows_SW = rows_SW[max(args.skip - first * PAGE_TOKENS, 0) : max(length - first * PAGE_TOKENS, 0)]
-            if not len(rows_SW):  # what the split has is a neighbour's
+            if not len(rows_SW):  # the split is empty
                 continue
             scores_HS = q_THW[token].float() @ rows_SW.T * args.scale
             out[i, :, split] = (scores_HS.softmax(-1) @ rows_SW[:, :rank]).to(out.dtype)
@@ -195,18 +195,18 @@ def _plan(args: AttendArgs) -> Plan:
 
 
 def part_length(length: int, ranks: int) -> int:
-    """Tokens of a context of so many that one of so many ranks reads at most: whole pages."""
+    """Maximum number of tokens that one of `ranks` ranks reads of a context of `length` tokens: whole pages."""
     return -(-length // (PAGE_TOKENS * ranks)) * PAGE_TOKENS
 
 
 def has_warpgroups(rows: int, rank: int) -> bool:
-    """Whether blocks of this many heads take attend_warpgroups.cu rather than attend.cu."""
+    """Whether blocks of this many heads use attend_warpgroups.cu rather than attend.cu."""
     return rows in WARPGROUP_ROWS and (rank <= 256 or rank % 128 == 0)
 
 
 @functools.cache
 def _kernel(rows: int, together: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> CudaKernel:
-    """buffers: 1 where no split has two pages, so that a block leaves room on its SM for other kernels; else 2."""
+    """buffers: 1 if no split has two pages, which leaves space on the SM for other kernels' blocks; else 2."""
     row_bytes, page_values = 2 * (rank + ROPE), PAGE_TOKENS * (rank + ROPE)
     sizes = {"ROWS": rows, "TOGETHER": together, "R": rank, "P": ROPE}
     defines = {**sizes, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
@@ -224,7 +224,7 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 
 def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
-    """As `attend` on a GPU, divided over blocks as it is told to: for measurements."""
+    """As `attend` on a GPU, with the given division over blocks: for measurements."""
     q_THW, plane = args.q_THW, args.plane
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
     rank, longest = plane.shape[-1] - ROPE, part_length(args.max_length, args.ranks)
@@ -237,7 +237,7 @@ def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
         slots=args.slots_Q,
         lengths=args.lengths_Q,
         tables=args.tables,
-        plane=plane[0],  # and so on, each page a stride further
+        plane=plane[0],  # page p is p strides further
         out=out,
         lse=lse,
         heads=heads,
@@ -256,7 +256,7 @@ def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _cuda_fits(args: AttendArgs) -> bool:
-    """Whether q is bf16, pages are bf16 or e4m3, and R is a multiple of 64 up to 512: rows of whole 128 bytes."""
+    """Whether q is bf16, pages are bf16 or e4m3, and R is a multiple of 64 up to 512: rows are whole 128 bytes."""
     rank = args.plane.shape[-1] - ROPE
     return (
         args.q_THW.dtype == torch.bfloat16 and args.plane.dtype in _VALUE_BYTES and rank % 64 == 0 and 64 <= rank <= 512
@@ -264,7 +264,7 @@ def _cuda_fits(args: AttendArgs) -> bool:
 
 
 def _cost(args: AttendArgs) -> Cost:
-    """Each slot's context once, however many of its tokens ask; one latent per head and query."""
+    """Each slot's context once, independent of its number of queries; one latent per head and query."""
     heads, width = args.q_THW.shape[1], args.plane.shape[-1]
     rank = width - ROPE
     longest: dict[int, int] = {}
@@ -286,7 +286,7 @@ def random_context(
     verify: int = 1,
     skip: int = 0,
 ) -> AttendArgs:
-    """A slot for each length, whose last `verify` tokens are queries. Rows that no query sees are NaN."""
+    """A slot for each length; its last `verify` tokens are queries. Rows that no query reads are NaN."""
     slots = len(lengths)
     per_slot = -(-max(lengths) // PAGE_TOKENS)
     tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)
@@ -297,7 +297,7 @@ def random_context(
         plane[tables[slot].long()] = rows.unflatten(0, (per_slot, PAGE_TOKENS))
     seen = [length - verify + 1 + i for length in lengths for i in range(verify)]
     queries = len(seen)
-    q = torch.randn(queries + 1, heads, rank + ROPE, generator=g).to(torch.bfloat16)  # token 0 is a prompt's
+    q = torch.randn(queries + 1, heads, rank + ROPE, generator=g).to(torch.bfloat16)  # token 0 belongs to a prompt
     tokens = torch.arange(1, queries + 1, dtype=torch.int32)
     slots_Q = torch.arange(slots, dtype=torch.int32).repeat_interleave(verify)
     lengths_Q = torch.tensor(seen, dtype=torch.int32)
@@ -319,12 +319,12 @@ def _cases() -> Iterator[Case]:
     for length in (1, 64, 65, 200, 1000, 8192, 32768):
         yield Case(f"{length}, Kimi", make(length, 64), small=False)
         yield Case(f"{length}, Kimi fp8 pages", make(length, 64, fp8), small=False)
-    for heads, verify in ((8, 4), (16, 2), (16, 3), (32, 3), (32, 4)):  # of one of several ranks
+    for heads, verify in ((8, 4), (16, 2), (16, 3), (32, 3), (32, 4)):  # heads of one of several ranks
         for length in (1025, 10240):
             name = f"{verify} tokens of 2 rows of {length}, {heads} heads"
             yield Case(name, make(length, heads, torch.bfloat16, verify, 2), small=False)
             yield Case(f"{name}, fp8 pages", make(length, heads, fp8, verify, 2), small=False)
 
 
-# Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.
+# Queries are given in bf16; probabilities are rounded to bf16 before they multiply the latents.
 attend = Kernel(Op("attend", AttendArgs, _reference, _cost, _cases, roundings=1), _cuda, "hopper", _cuda_fits)

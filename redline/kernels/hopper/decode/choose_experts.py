@@ -1,12 +1,12 @@
 """Chooses each token's experts and their weights, and lists the pairs.        T tokens, E experts, K chosen.
 
-s = sigmoid(logits); the K largest of s + bias are chosen, ties to the lower id; a weight is s without the bias, over
-their sum + 1e-20, times the scale (as `route_experts`, from logits).
+s = sigmoid(logits); the K largest of s + bias are chosen, ties to the lower id. A weight is s without the bias, divided
+by (their sum + 1e-20), times the scale (as `route_experts`, from logits).
 
-Up to 8 tokens that decode it is no launch of its own: the last block of `gates` does it (`blocks/choose.cuh` has both).
+Up to 8 decode tokens it is not a separate launch: the last block of `gates` does it (`blocks/choose.cuh` has both).
 
-The expert kernels work on (expert, token) pairs, sorted by expert and then by token. A slot is one expert with 1 to 8
-of its pairs: what one pass over the expert's weights can serve.
+The expert kernels process (expert, token) pairs, sorted by expert and then by token. A slot is one expert with 1 to 8
+of its pairs: the number that one pass over the expert's weights can serve.
 """
 
 import functools
@@ -24,29 +24,29 @@ from redline.ops.op import Case, Cost, Op
 from redline.ops.route_experts import choose
 
 SLOT_PAIRS = 8
-THREADS = 512  # of a block: a warp to a token, then a thread to an expert
-AT_ONCE = THREADS // 32  # tokens of a block. In one block they took turns, 9 us each on an NVIDIA H200
-MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 256, 2048, 512  # of one block: a thread to an expert, pairs in shared memory
+THREADS = 512  # of a block: first a warp per token, then a thread per expert
+AT_ONCE = THREADS // 32  # tokens of a block. A single block would process them in turns, 9 us each on an NVIDIA H200
+MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 256, 2048, 512  # of one block: a thread per expert, pairs in shared memory
 MOST_SLOTS = MOST_EXPERTS + MOST_PAIRS // SLOT_PAIRS  # `most_slots` of the largest step
-SUMMED_TOKENS, SUMMED_PAIRS = 64, 512  # up to which a kernel may add up the pairs of each token in shared memory
-READY, _NOTES = 1, 4  # of `notes_of`: a note, and how many there are
-_GATED_TOKENS, _K_GROUPS = 8, 4  # of one launch of `gates`, and parts of K, at most
+SUMMED_TOKENS, SUMMED_PAIRS = 64, 512  # maximum for which a kernel may sum each token's pairs in shared memory
+READY, _NOTES = 1, 4  # of `notes_of`: index of a note, and number of notes
+_GATED_TOKENS, _K_GROUPS = 8, 4  # maximum tokens of one launch of `gates`, and maximum parts of K
 
 
 @dataclass(frozen=True)
 class RouterChoice:
-    """How experts are chosen, apart from the logits; for `gates`, which has those."""
+    """The parameters of the expert choice, apart from the logits; for `gates`, which computes those."""
 
-    bias_E: Tensor | None  # float32: counts for the choice, not for the weights
+    bias_E: Tensor | None  # float32: added for the choice, not to the weights
     chosen: int  # K
     normalise: bool  # whether a token's weights are divided by their sum
-    scale: float  # what they are multiplied by then
-    notes: Tensor  # of `notes_of`, kept from call to call: what the blocks of `gates` leave for one another
-    forced_TK: Tensor | None = None  # int32 [T, K]: ids to take instead, a token's all different (benchmarks)
+    scale: float  # factor of the weights after normalisation
+    notes: Tensor  # from `notes_of`, kept between calls: how the blocks of `gates` communicate
+    forced_TK: Tensor | None = None  # int32 [T, K]: ids to use instead, distinct for each token (benchmarks)
 
 
 def notes_of(experts: int, device: torch.device) -> Tensor:
-    """int32, as `gates` finds it and leaves it: _NOTES zeros, then minus zeros in place of parts of logits.
+    """int32, in the state that `gates` expects and restores: _NOTES zeros, then minus zeros in place of partial logits.
 
     Note READY is `Pairs.ready`.
     """
@@ -56,27 +56,27 @@ def notes_of(experts: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of a step in the order of experts, and the slots that they make.
+    """The pairs of a step in the order of experts, and their slots.
 
     Pair p is token token[p]. Slot s is expert slot_expert[s] with pairs [slot_first[s], slot_first[s + 1]). Slots
-    beyond `count` are expert 0 without pairs. Sizes are of the worst case, so that a graph can be captured.
+    beyond `count` are expert 0 without pairs. Tensors have worst-case sizes, so that a CUDA graph can be captured.
     """
 
     token: Tensor  # int32 [T K]
-    weight: Tensor  # float32 [T K]: the router's, of each pair
+    weight: Tensor  # float32 [T K]: the router weight of each pair
     slot_expert: Tensor  # int32 [slots]
     slot_first: Tensor  # int32 [slots + 1]
-    count: Tensor  # int32 [1]: slots that exist
+    count: Tensor  # int32 [1]: number of used slots
     ids: Tensor  # int32 [T, K], best first
-    weights: Tensor  # float32 [T, K]: the router's, in the order of ids
-    origin: Tensor  # int32 [T K]: where each pair is in ids
-    # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists
-    # are there, before it ends. None: they are there when the launch in front has ended.
+    weights: Tensor  # float32 [T, K]: the router weights, in the order of ids
+    origin: Tensor  # int32 [T K]: the index of each pair in ids
+    # int32 [1]: `gates`, the launch before `experts_up`, sets it to 0 before `experts_up` can begin, and to 1 when the
+    # lists are complete, before `gates` ends. None: the lists are complete when the preceding launch has ended.
     ready: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device, ready: Tensor | None = None) -> Self:
-        """Room of the worst case, for a kernel to fill."""
+        """Uninitialised tensors of worst-case size, for a kernel to fill."""
         slots = most_slots(tokens, chosen, experts)
 
         def ints(*shape: int) -> Tensor:
@@ -96,7 +96,7 @@ class Pairs:
 
     @property
     def lists(self) -> dict[str, Tensor]:
-        """By the names that they have in the launch of a kernel that writes them (`blocks/choose.cuh`)."""
+        """The tensors by the field names of the kernels that write them (`blocks/choose.cuh`)."""
         return {
             "pair_token": self.token,
             "pair_weight": self.weight,
@@ -110,7 +110,7 @@ class Pairs:
 
     @property
     def most(self) -> int:
-        """Slots in the worst case."""
+        """Maximum number of slots."""
         return self.slot_expert.shape[0]
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class Pairs:
 
 
 def most_slots(tokens: int, chosen: int, experts: int) -> int:
-    """Slots in the worst case: every pair alone, or every expert with one slot that is not full."""
+    """Maximum number of slots: every pair alone, or every expert with one slot that is not full."""
     return min(tokens * chosen, experts + tokens * chosen // SLOT_PAIRS)
 
 
@@ -126,21 +126,21 @@ class ChooseExpertsArgs(NamedTuple):
     """Chooses each token's experts from the router's logits, and lists the pairs by expert."""
 
     logits_TE: Tensor  # float32 [T, E]
-    bias_E: Tensor | None  # float32 [E]: counts for the choice, not for the weights; None: zeros
+    bias_E: Tensor | None  # float32 [E]: added for the choice, not to the weights; None: zeros
     chosen: int  # K
     normalise: bool  # whether a token's weights are divided by their sum + 1e-20
-    scale: float  # what the weights are multiplied by in the end
-    forced_TK: Tensor | None = None  # int32 [T, K]: ids to take instead, a token's all different (benchmarks)
+    scale: float  # factor of the final weights
+    forced_TK: Tensor | None = None  # int32 [T, K]: ids to use instead, distinct for each token (benchmarks)
 
 
 def reference(args: ChooseExpertsArgs) -> Pairs:
-    """-> pairs that are there already (`ready` is None). It reads the ids on the host, so no graph can record it."""
+    """-> pairs that are complete (`ready` is None). It reads the ids on the host, so no CUDA graph can capture it."""
     ids, weights = choose(*args)
     return list_pairs(ids, weights, args.logits_TE.shape[1])
 
 
 def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
-    """The pairs of ids int32 [T, K] and weights float32 [T, K]; a token's ids differ. Reads the ids on the host."""
+    """The pairs of ids int32 [T, K] and weights float32 [T, K]; ids of a token are distinct. Reads them on the host."""
     tokens, chosen = ids_TK.shape
     order = torch.argsort(ids_TK.flatten().long() * tokens + torch.arange(tokens).to(ids_TK).repeat_interleave(chosen))
     sorted_ids = ids_TK.flatten()[order].tolist()
@@ -167,26 +167,26 @@ _Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 @functools.cache
 def kernel_of(experts: int, chosen: int, room: int) -> CudaKernel:
-    """The program for so many experts, so many of them chosen, and `room` tokens at most."""
+    """The kernel for this number of experts and chosen experts, and for at most `room` tokens."""
     defines = {"EXPERTS": experts, "CHOSEN": chosen, "MOST_TOKENS": room}
     shared = 4 * (experts * (-(-room // 32) + 1) + 2 * room * chosen + THREADS // 32)  # blocks/choose.cuh
     return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, shared, THREADS)
 
 
 def room_of(tokens: int) -> int:
-    """The tokens that a program has room for which takes this many: programs are few."""
+    """The `room` of the kernel for this number of tokens; rounded up, so that there are few kernels."""
     return next(room for room in (64, 128, MOST_TOKENS) if tokens <= room)
 
 
 @functools.cache
 def _done(device: torch.device) -> Tensor:
-    """The counter of blocks, int32 [1], zero between launches: only one launch runs on a device at a time."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "must run before it is recorded"
+    """The counter of blocks, int32 [1], zero between launches; only one launch may run on a device at a time."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "must run once before graph capture"
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
-    """The reference's result, without the host. The first call on a device makes its counter."""
+    """The reference's result, without the host. The first call on a device allocates its counter."""
     logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
     pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)
@@ -206,19 +206,19 @@ def cuda(args: ChooseExpertsArgs) -> Pairs:
 
 
 def cuda_fits(args: ChooseExpertsArgs) -> bool:
-    """Whether a block has room for the lists: 256 tokens, 2,048 pairs, 512 experts, 32 chosen."""
+    """Whether the lists fit into a block: at most 256 tokens, 2,048 pairs, 512 experts, 32 chosen."""
     tokens, experts = args.logits_TE.shape
     fits_one_block = tokens <= MOST_TOKENS and tokens * args.chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
     return fits_one_block and args.chosen <= min(32, experts)
 
 
 def cost(args: ChooseExpertsArgs) -> Cost:
-    """The logits once, and 28 bytes for each pair's places in the lists."""
+    """The logits once, and 28 bytes per pair in the lists."""
     return Cost(args.logits_TE.nbytes + args.logits_TE.shape[0] * args.chosen * 28)
 
 
 def cases() -> Iterator[Case]:
-    """Sizes of nano and of Kimi up to 256 tokens, and experts that are given."""
+    """Sizes of nano and of Kimi up to 256 tokens, and forced experts."""
 
     def make(tokens: int, experts: int, chosen: int, forced: bool = False):
         def inputs(g: torch.Generator) -> ChooseExpertsArgs:

@@ -1,13 +1,13 @@
-"""The dense products of a decode step on a GPU: what `project_a`, `project_q`, `project_out`, `gates` and `head` share.
+"""Dense matmuls of a GPU decode step: shared code of `project_a`, `project_q`, `project_out`, `gates` and `head`.
 
-T <= 256 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more go
-through Triton (`triton/dense.py`). Activations between the ops of a step, all contiguous:
+T <= 256 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more tokens
+use Triton (`triton/dense.py`). Activations between the ops of a step, all contiguous:
 
 residual  float32 [T, D]
-x         bf16 [T, D padded to 128 with zeros]: residual * gamma of the norm that follows, not yet divided by its rms
-squares   float32 [parts, T padded to 8]: sums of the residual's squares, one part of each block that wrote x
+x         bf16 [T, D padded to 128 with zeros]: residual * gamma of the next norm, not yet divided by its rms
+squares   float32 [parts, T padded to 8]: sums of the residual's squares, one part per block that wrote x
 
-A product is linear, so whoever reads x multiplies its outputs by 1 / rms: a norm costs no launch of its own.
+A matmul is linear, so every reader of x multiplies its outputs by 1 / rms: a norm needs no launch of its own.
 """
 
 import functools
@@ -23,31 +23,31 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, T
 from redline.kernels.record import Record
 from redline.ops.op import Cost
 
-MOST_TOKENS = 8  # that dense.cu takes
-MOST_STREAMED = 256  # that the kernels in Triton take
-MOST_PARTS = 256  # of the squares that a product reads, so blocks of the product in front of it
+MOST_TOKENS = 8  # maximum for dense.cu
+MOST_STREAMED = 256  # maximum for the Triton kernels
+MOST_PARTS = 256  # maximum parts of squares that a matmul reads, so maximum blocks of the matmul before it
 
-# Tensor cores cut off what does not fit when they add 16 products to a float32 sum: 2^-24 in the mean, always towards
-# zero. Of 18,432 inputs, and half as much again for partial sums and for 1 / rms.
+# Tensor cores truncate when they add 16 products to a float32 sum: 2^-24 on average, always towards zero. The tolerance
+# is for 18,432 inputs, times 1.5 for partial sums and for 1 / rms.
 RTOL = 18432 / 16 * 2**-24 * 1.5
 
 _WARPS = 16
-_ROOM = 227 << 10  # bytes of shared memory that a block can have
-_RING = {16: 1024, 8: 2048}  # by the bits of a weight, where the ring begins; barriers and small sums lie before it
-_IN_FLIGHT = 192 << 10  # bytes that a ring holds; more reads no faster
+_ROOM = 227 << 10  # maximum shared memory of a block, in bytes
+_RING = {16: 1024, 8: 2048}  # bits of a weight -> offset of the ring buffer, after barriers and small sums
+_IN_FLIGHT = 192 << 10  # maximum bytes of a ring buffer; more does not read faster
 _MOST_STAGES = {16: 6, 8: 12}
-_X_PAD = 64  # bytes between the tokens' rows of x
-_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each; half as many of 8 bits, 8 registers each
-_MOST_SLICE = 10  # the same where the next ones come into a room of their own, 8 KB each
-_MOST_TILES = {16: 4, 4: 2}  # warps of a tile -> sums in a warp's registers, 4 registers each
+_X_PAD = 64  # padding between the tokens' rows of x, in bytes
+_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each; for 8 bits half of this number, 8 registers each
+_MOST_SLICE = 10  # the same if the next units are loaded into a separate buffer, 8 KB each
+_MOST_TILES = {16: 4, 4: 2}  # warps of a tile -> accumulators per warp, 4 registers each
 _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut up; dense.cu says what each number means.
+    """How a matmul is divided; dense.cu defines each number.
 
-    Only warps, units and slices decide a result's bits, and they do not depend on the number of tokens.
+    Only warps, units and slices determine a result's bits, and they do not depend on the number of tokens.
     """
 
     warps: int
@@ -77,10 +77,10 @@ def plan(
     bits: int = 16,
     in_units: int = 0,
 ) -> Plan:
-    """inputs: padded; of this rank where ranks share them. operands: 16 bytes for each pair of outputs. bits: of a
-    weight, 16 or 8. in_units: row tiles that come in units in front of the others, of which the last block then has
-    none. warps, units and stages for 7168 inputs (up to four tiles a block), 1536 and 8192 of 16 bits are those of a
-    trial on an NVIDIA H200; the rest follows their pattern, untimed."""
+    """inputs: padded; this rank's, if ranks divide them. operands: 16 bytes for each pair of outputs. bits: of a
+    weight, 16 or 8. in_units: row tiles that are processed in units before the others; the last block then has none of
+    them. warps, units and stages for 7168 inputs (up to four tiles per block), 1536 and 8192 of 16 bits were tuned on
+    an NVIDIA H200; other sizes follow their pattern and are untimed."""
     blocks = min(multiprocessors, row_tiles)
     unit, ring = TILE_K * 16 // bits, _RING[bits]
     whole, one_each = inputs % (16 * unit) == 0, row_tiles <= blocks and not in_units
@@ -121,7 +121,7 @@ def plan(
 
 
 def _units(share: int, *, batched: bool) -> int:
-    """Tiles of a piece: copies of 8 KB to 28 KB, as far as a warp's share of K comes apart so."""
+    """Tiles per copy: 8 KB to 28 KB, depending on the divisors of a warp's share of K."""
     if share % 7 == 0 and not batched:
         return 7
     return max(n for n in range(1, 5) if share % n == 0)
@@ -171,7 +171,7 @@ def _plan_of(
 
 
 def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0, ranks: int = 1) -> Plan:
-    """How the product with a weight is cut up. in_units: as in `plan`. ranks: that share its inputs."""
+    """How the matmul with a weight is divided. in_units: as in `plan`. ranks: number that divide its inputs."""
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
     inputs, count = w.data.shape[-3] * w.data.shape[-1] // ranks, multiprocessors(w.data.device)
     return _plan_of(inputs, row_tiles, tokens, count, epilogue in _WITH_OPERANDS, bits, in_units)
@@ -186,9 +186,9 @@ def kernel_of(
     share: int = 1,
     **sizes: int | str,
 ) -> tuple[CudaKernel, int]:
-    """The program, and its blocks. launch: the epilogue's struct, sizes: its own macros. in_units: as in `plan`.
+    """The kernel, and its number of blocks. launch: the epilogue's struct, sizes: its own macros. in_units: see `plan`.
 
-    share: ranks of which each multiplies a part of the inputs.
+    share: number of ranks, each of which multiplies a part of the inputs.
     """
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
     inputs, cut = w.data.shape[-3] * w.data.shape[-1], cut_of(w, tokens, epilogue, in_units, share)
@@ -197,7 +197,7 @@ def kernel_of(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The device's multiprocessors; 132, an NVIDIA H200's, where there is no device to ask."""
+    """The device's number of multiprocessors; 132, an NVIDIA H200's, if there is no GPU."""
     return 132 if emulating() or device.type != "cuda" else _multiprocessors(device)
 
 
@@ -207,14 +207,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def blocks_of(w: Tiled | Slabs) -> int:
-    """Blocks of a product in dense.cu, which is how many parts of squares it writes."""
+    """Number of blocks of a matmul in dense.cu, which is the number of parts of squares that it writes."""
     if isinstance(w, Slabs):
         return w.data.shape[0]
     return min(multiprocessors(w.data.device), w.data.shape[-4])
 
 
 def fits(x: Tensor, w: Tiled) -> bool:
-    """Whether dense.cu takes x [T, K]: up to 8 tokens, as the stage before wrote them."""
+    """Whether dense.cu supports x [T, K]: up to 8 tokens, in the layout that the preceding op writes."""
     return (
         1 <= x.shape[0] <= MOST_TOKENS
         and x.dtype == w.data.dtype == torch.bfloat16
@@ -225,7 +225,7 @@ def fits(x: Tensor, w: Tiled) -> bool:
 
 
 def streams(x: Tensor, w: Tiled | Slabs) -> bool:
-    """Whether Triton takes x [T, K]: 9 to 256 tokens, as the stage before wrote them."""
+    """Whether Triton supports x [T, K]: 9 to 256 tokens, in the layout that the preceding op writes."""
     return (
         MOST_TOKENS < x.shape[0] <= MOST_STREAMED
         and x.dtype == w.data.dtype == torch.bfloat16
@@ -234,7 +234,7 @@ def streams(x: Tensor, w: Tiled | Slabs) -> bool:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- for references
+# --------------------------------------------------------------------------------------------------- used by references
 
 
 def product(x: Tensor, w: Tiled | Tiled8 | Slabs) -> Tensor:
@@ -248,7 +248,7 @@ def rstd_of(squares: Tensor, tokens: int, inputs: int, eps: float) -> Tensor:
 
 
 def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
-    """Sums of squares over the tiles of each block, float32 [blocks, T padded to 8]; zeros where no token is."""
+    """Sums of squares over the tiles of each block, float32 [blocks, T padded to 8]; zeros in the padding."""
     tiles_TX = pad_columns(y_TN.float(), TILE_N).pow(2).unflatten(-1, (-1, TILE_N)).sum(-1)
     bounds = [block * tiles_TX.shape[1] // blocks for block in range(blocks + 1)]
     parts = torch.stack([tiles_TX[:, first:end].sum(1) for first, end in pairwise(bounds)])
@@ -256,16 +256,16 @@ def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
 
 
 def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
-    """The last axis up to a multiple of `to` with zeros."""
+    """Pads the last axis to a multiple of `to` with zeros."""
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1], to) - x.shape[-1]))
 
 
 def cost_of(w: Tiled | Tiled8 | Slabs, tokens: int, *others: Tensor) -> Cost:
-    """The weights once, and every tensor of `others`, read or written beside them; padding is counted in both."""
+    """The weights once, and every tensor in `others`, read or written; both include padding."""
     return Cost(w.nbytes + sum(x.nbytes for x in others), 2 * tokens * w.data.numel())
 
 
-# ----------------------------------------------------------------------------------------------------------- for cases
+# -------------------------------------------------------------------------------------------------------- used by cases
 
 
 def random_tiled(g: torch.Generator, *shape: int) -> Tiled:

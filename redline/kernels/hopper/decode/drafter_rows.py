@@ -1,9 +1,9 @@
-"""What a drafter's pass reads, a launch each, by Triton (`triton/drafter.py`).
+"""Inputs of a drafter's pass, one launch each, in Triton (`triton/drafter.py`).
 
-`norm_states`  the target's states of a token, each normed by weights of its own
-`join_rows`    embedding and feature, normed, side by side; and the residual of the rows that are finished
+`norm_states`  norms the target's states of a token, each by its own weights
+`join_rows`    concatenates normed embedding and feature, and gathers the residual of the finished rows
 
-T rows, R of them that are finished, S states, D hidden, V vocabulary.
+T rows, R finished rows, S states, D hidden, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from redline.ops.op import Case, Cost, Op
 
 
 class NormStatesArgs(NamedTuple):
-    """S states of each token, side by side, and the weights of their norms."""
+    """S concatenated states of each token, and the weights of their norms."""
 
     features_TF: Tensor  # bf16 [T, S D]
     norms_SD: Tensor  # float32
@@ -35,7 +35,7 @@ def _states_reference(args: NormStatesArgs) -> Tensor:
 
 
 def _states_triton(args: NormStatesArgs) -> Tensor:
-    from redline.kernels.hopper.triton import drafter  # Triton is imported where it is used
+    from redline.kernels.hopper.triton import drafter  # Triton is imported only on use
 
     return drafter.norm_states(args.features_TF, args.norms_SD, args.eps)
 
@@ -61,14 +61,14 @@ def _states_cases() -> Iterator[Case]:
 
 
 class JoinRowsArgs(NamedTuple):
-    """A drafter's rows as they come: tokens, features, and which rows are finished."""
+    """A drafter's rows: tokens, features, and which rows are finished."""
 
     ids_T: Tensor  # int64
     table_VD: Tensor  # bf16: the embedding
     input_norm_D: Tensor  # float32
     feature_TD: Tensor  # bf16
     hidden_norm_D: Tensor  # float32
-    finished_R: Tensor  # int32: rows
+    finished_R: Tensor  # int32: indices of rows
     norm_before_residual: bool
     eps: float
 

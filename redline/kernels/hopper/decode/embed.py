@@ -1,4 +1,4 @@
-"""The embedding of T <= 64 tokens, as the first layer of a step reads it (`dense`).     D hidden, V vocabulary."""
+"""The embedding of T <= 256 tokens, in the form that the first layer reads (`dense`).     D hidden, V vocabulary."""
 
 import functools
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-COLUMNS = 128  # of a block
+COLUMNS = 128  # per block
 _Launch = launch_record("decode/embed.cu", "EmbedLaunch")
 
 
 class EmbedArgs(NamedTuple):
-    """Looks up each token's embedding, and prepares what the first layer's product reads."""
+    """Looks up each token's embedding, and prepares the input of the first layer's matmul."""
 
     ids_T: Tensor  # int64 [T]
     table_VD: Tensor  # bf16 [V, D]
-    gamma_D: Tensor  # float32 [D]: of the first layer's norm
+    gamma_D: Tensor  # float32 [D]: weight of the first layer's norm
 
 
 def reference(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +40,7 @@ def _kernel(d: int) -> CudaKernel:
 
 
 def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result; a block has 128 columns of 8 tokens."""
+    """The reference's result; a block computes 128 columns of 8 tokens."""
     table_VD = args.table_VD
     tokens, d, device = args.ids_T.shape[0], table_VD.shape[1], table_VD.device
     blocks = padded(d, COLUMNS) // COLUMNS
@@ -61,7 +61,7 @@ def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: EmbedArgs) -> bool:
-    """Whether there are 1 to 256 tokens, the table is bf16, and D is a multiple of 4: a lane has four columns."""
+    """Whether there are 1 to 256 tokens, the table is bf16, and D is a multiple of 4: a thread has four columns."""
     return (
         1 <= args.ids_T.shape[0] <= dense.MOST_STREAMED
         and args.table_VD.dtype == torch.bfloat16
@@ -70,7 +70,7 @@ def fits(args: EmbedArgs) -> bool:
 
 
 def cost(args: EmbedArgs) -> Cost:
-    """The tokens' rows once, the residual and x once, and the norm's weights; operations are not counted."""
+    """The tokens' rows, the residual, x, and the norm's weights once; operations are not counted."""
     return Cost(args.ids_T.shape[0] * args.table_VD.shape[1] * (2 + 4 + 2) + args.gamma_D.nbytes)
 
 

@@ -1,6 +1,6 @@
 """The second half of the experts, and the end of a layer.      T tokens, D hidden, E experts, I and Is widths.
 
-residual += sum over a token's pairs of down[expert] h + shared down(shared h); then what the norm that follows needs:
+residual += sum over a token's pairs of down[expert] h + shared down(shared h); then the inputs of the next norm:
 x = residual * gamma in bf16, and the sums of squares of each block's outputs.
 """
 
@@ -17,34 +17,34 @@ from redline.kernels.hopper.decode.experts_up import MOST_MEMORY, decode_h, enco
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import EXPERTS, Links, ranks_of, shots_of, sums_of
+from redline.kernels.hopper.ranks import EXPERTS, RankLinks, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-PIECE_BYTES = 16384  # of the shared expert, in one copy
-FEW = 8  # tokens whose sums are kept in registers
-PAIRS = 4  # of an expert that one copy of its weights serves, where their h fits beside it
+PIECE_BYTES = 16384  # of the shared expert, per copy
+FEW = 8  # maximum tokens with sums in registers
+PAIRS = 4  # pairs of an expert served by one copy of its weights, if their h fits into shared memory too
 
 Result = tuple[Tensor, Tensor, Tensor]
 
 
 class ExpertsDownArgs(NamedTuple):
-    """Multiplies the pairs' hidden rows down, adds them and the shared expert to the residual, and prepares x."""
+    """Multiplies the pairs' hidden rows down, adds them and the shared expert to the residual, and computes x."""
 
-    h: Tensor  # [pairs, I padded], of `experts_up` in its format: f16, or bf16 for BF16 experts
-    pairs: Pairs  # who goes where
+    h: Tensor  # [pairs, I padded], from `experts_up` in its format: f16, or bf16 for BF16 experts
+    pairs: Pairs  # the expert and the token of each row
     weights: Records  # "down" [E, D, I]
-    # bf16 [T, Is padded to 128]: the shared expert's hidden rows; None, as shared_w: there is none
+    # bf16 [T, Is padded to 128]: the shared expert's hidden rows; None, as shared_w: no shared expert
     shared_h: Tensor | None
     shared_w: Slabs | None  # [D, Is]
     residual_TD: Tensor  # float32 [T, D]; read
-    gamma_next: Tensor  # float32 [D]: of the norm that follows
-    links: Links | None = None  # the products are partial sums, and those of all ranks are added; None: of one
+    gamma_next: Tensor  # float32 [D]: weight of the next norm
+    links: RankLinks | None = None  # the products are partial sums, all-reduced over the ranks; None: one rank
 
 
 def reference(args: ExpertsDownArgs) -> Result:
     """-> (residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8])."""
-    assert args.links is None, "a reference knows one rank"
+    assert args.links is None, "a reference supports one rank"
     pairs, weights, shared_w = args.pairs, args.weights, args.shared_w
     residual = args.residual_TD.clone()
     width, firsts = decode_h(args.h, weights.inputs, weights.kind), pairs.slot_first.tolist()
@@ -66,9 +66,9 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 @functools.cache
 def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
-    """The program for `room` tokens at most. shared: Is padded, or 0.
+    """The kernel for at most `room` tokens. shared: Is padded, or 0.
 
-    The sums of a token take 1 KB of shared memory where there are more than eight tokens.
+    With more than eight tokens the sums of each token use 1 KB of shared memory.
     """
     few = form.kind != "BF16" and room <= FEW
     chunk = min(room, 8 if room < SUMMED_TOKENS else 4)
@@ -82,7 +82,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, s
     most_pairs = 1 if room == 1 else PAIRS
     pairs = next(n for n in range(most_pairs, 0, -1) if n == 1 or memory(n) <= MOST_MEMORY)
     if form.kind == "BF16":
-        pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
+        pairs = SLOT_PAIRS  # for small slices; they are the columns of one mma
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
     defines = {"FORMAT": form.kind, "RANKS": ranks, "SHOTS": shots, **sizes}
@@ -92,7 +92,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, s
 def cuda(args: ExpertsDownArgs) -> Result:
     """The reference's result; a block has 64 outputs.
 
-    The launch in front must be `experts_up`: its blocks have seen all of `pairs` before this grid may begin.
+    The preceding launch must be `experts_up`: its blocks have read all of `pairs` before this grid may begin.
     """
     pairs, shared_h, residual_TD = args.pairs, args.shared_h, args.residual_TD
     (tokens, d), device = residual_TD.shape, residual_TD.device
@@ -129,7 +129,7 @@ def _room(tokens: int) -> int:
 
 
 def cuda_fits(args: ExpertsDownArgs) -> bool:
-    """Whether h and shared_h are padded as the weights are, and sums and lists fit: 64 tokens, 512 pairs."""
+    """Whether h and shared_h are padded like the weights, and sums and lists fit: 64 tokens, 512 pairs."""
     whole = args.h.shape[1] == args.weights.form.width
     shared_fits = args.shared_h is None or (
         args.shared_w is not None and args.shared_h.shape[1] == padded(args.shared_w.inputs, PAD_K)
@@ -140,7 +140,7 @@ def cuda_fits(args: ExpertsDownArgs) -> bool:
 
 
 def cost(args: ExpertsDownArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each; of the shared expert, and of the tokens' rows."""
+    """Bytes of the experts that are actually chosen, once each; of the shared expert, and of the tokens' rows."""
     weights, shared_w = args.weights, args.shared_w
     tokens, d = args.residual_TD.shape
     moved = weights.nbytes // weights.experts * args.pairs.ids.unique().numel() + args.h.nbytes + 10 * tokens * d
@@ -151,7 +151,7 @@ def cost(args: ExpertsDownArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Each kind of weights: few and many tokens, more pairs of an expert than a stage holds, no shared expert."""
+    """Each format: few and many tokens, more pairs of an expert than a stage holds, no shared expert."""
 
     def make(kind: Kind, tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> ExpertsDownArgs:

@@ -1,6 +1,6 @@
 """The first half of the routed experts, for the pairs of a decode step.     T tokens, D hidden, E experts, I width.
 
-h = router weight * silu(gate x) * (up x), where x is normed here: `x` times `rstd` of its token.
+h = router weight * silu(gate x) * (up x). x is normed in this kernel: `x` times `rstd` of its token.
 """
 
 import functools
@@ -26,13 +26,13 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-MOST_MEMORY = 227 * 1024  # bytes of shared memory that a block can have
-EMULATED_BLOCKS = 5  # in place of a GPU's multiprocessors
-_HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: blocks/int4_chains.cuh says why
+MOST_MEMORY = 227 * 1024  # maximum shared memory of a block, in bytes
+EMULATED_BLOCKS = 5  # used instead of a GPU's number of multiprocessors
+_HIGH = 0.0625  # factor of elements 2, 3, 6 and 7 of each eight; the reason is in blocks/int4_chains.cuh
 
 
 def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
-    """h float32 [pairs, I] -> [pairs, width], filled with zeros, in the format that `experts_down` takes.
+    """h float32 [pairs, I] -> [pairs, width], padded with zeros, in the format that `experts_down` reads.
 
     f16 for INT4, elements 2 and 3 of each four divided by 16; f16 for NVFP4; bf16 for BF16.
     """
@@ -43,7 +43,7 @@ def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
 
 
 def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
-    """`encode_h` undone: h float32 [pairs, width]."""
+    """The inverse of `encode_h`: h float32 [pairs, width]."""
     full = h.float()
     if kind == "INT4":
         full = (full.unflatten(-1, (-1, 2, 2)) / torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
@@ -51,23 +51,23 @@ def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
 
 
 def padded_width(weights: Records) -> int:
-    """I of "up" records as h has it: padded to the rows of their tiles."""
+    """The padded I of "up" records in h: a multiple of the rows of their tiles."""
     return 8 * weights.form.tiles
 
 
 class ExpertsUpArgs(NamedTuple):
-    """Multiplies each pair's normed token up, through SwiGLU, and weighs it."""
+    """Multiplies each pair's normed token up, applies SwiGLU and the router weight."""
 
     x: Tensor  # bf16 [T, D padded to 128], not yet normed
-    rstd: Tensor  # float32 [T or more]: 1 / rms of each token, which x is multiplied by
+    rstd: Tensor  # float32 [T or more]: 1 / rms of each token, the factor of x
     weights: Records  # "up" [E, 2 I, D], gate first
-    pairs: Pairs  # who goes where
+    pairs: Pairs  # the expert and the token of each row
 
 
 def reference(args: ExpertsUpArgs) -> Tensor:
     """-> h [pairs, I padded], in the format of `encode_h`.
 
-    INT4 and NVFP4 weights are multiplied by the normed x in float16, BF16 ones by x in float32.
+    INT4 and NVFP4 weights are multiplied by the normed x in float16, BF16 weights by x in float32.
     """
     x, weights, pairs = args.x, args.weights, args.pairs
     normed = x[:, : weights.inputs].float() * args.rstd[: x.shape[0], None]
@@ -87,32 +87,32 @@ _Launch = launch_record("decode/experts_up.cu", "ExpertsUpLaunch")
 
 @functools.cache
 def kernel_of(form: Form, x_inputs: int, tokens: int, pairs: int, slots: int) -> CudaKernel:
-    """The program for records of this form, rows of x of this width, and room for so many tokens, pairs and slots."""
-    stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
+    """The kernel for records of this form, this width of x, and at most this number of tokens, pairs and slots."""
+    stages = 3 if form.inputs <= MOST_KEPT else 2  # 16 KB per group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
     defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
     defines |= {"ROOM_TOKENS": tokens, "ROOM_PAIRS": pairs, "ROOM_SLOTS": slots}
     ring = (
         4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
-    )  # a stage has weights, or x of four tokens
+    )  # a stage contains weights, or x of four tokens
     sums, lists = 16 * 2 * 512, 4 * (tokens + 2 * pairs + slots + 1)
     return CudaKernel("decode/experts_up.cu", "experts_up", _Launch, defines, ring + sums + lists)
 
 
 def rooms(tokens: int, pairs: Pairs) -> tuple[int, int, int]:
-    """Tokens, pairs and slots for which a program has room that takes these: programs are few, and small ones begin
-    sooner."""
+    """The limits (tokens, pairs, slots) of the kernel for these sizes: rounded up, so that there are few kernels, and
+    small kernels start sooner."""
     few = tokens <= SUMMED_TOKENS and len(pairs) <= SUMMED_PAIRS and pairs.most < SUMMED_PAIRS
     return (SUMMED_TOKENS, SUMMED_PAIRS, SUMMED_PAIRS) if few else (MOST_TOKENS, MOST_PAIRS, MOST_SLOTS)
 
 
 def blocks(device: torch.device) -> int:
-    """Blocks of a launch, one to a multiprocessor; a few under emulation."""
+    """Number of blocks of a launch: one per multiprocessor; a few under emulation."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_BLOCKS
 
 
 def cuda(args: ExpertsUpArgs) -> Tensor:
-    """The reference's result; waits on the device for `pairs.ready` where `gates` makes the lists."""
+    """The reference's result; waits on the device for `pairs.ready` if `gates` makes the lists."""
     x, weights, pairs = args.x, args.weights, args.pairs
     form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
@@ -138,7 +138,7 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
 
 
 def cuda_fits(args: ExpertsUpArgs) -> bool:
-    """Whether the lists fit in shared memory (256 tokens, of BF16 64) and a slice of x in registers."""
+    """Whether the lists fit into shared memory (256 tokens; BF16: 64) and a slice of x into registers."""
     form, tokens, pairs = args.weights.form, args.x.shape[0], args.pairs
     return (
         lists_fit(tokens, pairs)
@@ -149,12 +149,12 @@ def cuda_fits(args: ExpertsUpArgs) -> bool:
 
 
 def lists_fit(tokens: int, pairs: Pairs) -> bool:
-    """Whether a block has room for the lists of a step."""
+    """Whether the lists of a step fit into a block."""
     return tokens <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most <= MOST_SLOTS
 
 
 def cost(args: ExpertsUpArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each, of x and of h; operations of each pair's product."""
+    """Bytes of the experts that are actually chosen, once each, of x and of h; operations of each pair's matmul."""
     weights, pairs = args.weights, args.pairs
     chosen, width = pairs.ids.unique().numel(), weights.outputs // 2
     moved = weights.nbytes // weights.experts * chosen + args.x.nbytes + 2 * len(pairs) * width
@@ -162,7 +162,7 @@ def cost(args: ExpertsUpArgs) -> Cost:
 
 
 def some_pairs(g: torch.Generator, tokens: int, experts: int, chosen: int) -> Pairs:
-    """Pairs of random experts and weights, each token's experts different."""
+    """Pairs with random experts and weights; the experts of a token are distinct."""
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
     return list_pairs(ids, torch.rand(tokens, chosen, generator=g), experts)
 
@@ -174,7 +174,7 @@ def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """Each kind of weights, K in 4, 8 and 16 slices, up to 256 tokens."""
+    """Each format, K in 4, 8 and 16 slices, up to 256 tokens."""
 
     def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> ExpertsUpArgs:
@@ -198,7 +198,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
 
 
-# INT4 codes are multiplied as 1024 + u, and 1032 times x's sum is taken off: codes being 4.6 by their mean square, what
-# float32 sums lose counts 224 times. Four roundings of them.
+# INT4 codes are multiplied as 1024 + u, and 1032 times the sum of x is subtracted. The root mean square of codes is
+# 4.6, so an error of the float32 sums counts 224 times. The tolerance is four roundings of them.
 _RTOL = 4 * 224 * 2**-24
 experts_up = Kernel(Op("experts_up", ExpertsUpArgs, reference, cost, cases, rtol=_RTOL), cuda, "hopper", cuda_fits)

@@ -1,9 +1,9 @@
-"""The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
+"""The router and the shared expert's hidden row for T <= 256 tokens.    D hidden, E experts, I width.
 
-With up to 8 tokens the logits come first, in parts of K that all blocks share, and the choice of experts is made while
-the rest still streams.
+With up to 8 tokens the logits are computed first, in parts of K that are divided over all blocks, and the experts are
+chosen while the other weights are still streaming.
 
-One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
+One weight, so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
 Without a router (E = 0) it is the first half of a dense MLP.
 """
 
@@ -61,27 +61,27 @@ def gates_weight(router: Tensor | None, gate_up: Tensor) -> Tiled:
 
 
 def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
-    """(router [E, D], gate_up [2 I, D]) bf16: what `gates_weight` was given, bit for bit."""
+    """(router [E, D], gate_up [2 I, D]) bf16: the original weights of `gates_weight`, bit for bit."""
     router, mixed = w.dense().tensor_split([padded(experts, TILE_N)])
     return router[:experts], mixed.unflatten(0, (-1, 2, HALF)).transpose(0, 1).flatten(0, 2)
 
 
 class GatesArgs(NamedTuple):
-    """Multiplies with the router and the shared expert's gate and up, and chooses the experts where asked to."""
+    """Multiplies by the router and the shared expert's gate and up, and optionally chooses the experts."""
 
-    x: Tensor  # bf16 [T, D padded], as `dense` has it
+    x: Tensor  # bf16 [T, D padded], as described in `dense`
     squares: Tensor  # float32 [parts, T padded to 8]: of x's residual
     w: Tiled  # as `gates_weight` makes it: E rows padded to 16, then 2 I rows
     experts: int  # E; 0: a dense MLP
     width: int  # I
-    eps: float  # of the norm that x waits for
-    choice: RouterChoice | None = None  # how experts are chosen, its `notes` are written; None: they are not
+    eps: float  # of the norm that is still to be applied to x
+    choice: RouterChoice | None = None  # how experts are chosen; its `notes` are written. None: no experts are chosen
 
 
 def reference(args: GatesArgs) -> Result:
     """-> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], pairs).
 
-    1 / rms is zero where no token is. pairs: what `choose_experts` makes of the logits; None without a choice.
+    1 / rms is zero in the padding. pairs: the result of `choose_experts` for the logits; None without a choice.
     """
     x, w = args.x, args.w
     tokens, (router, gate_up) = x.shape[0], gates_parts(w, args.experts)
@@ -102,8 +102,8 @@ def reference(args: GatesArgs) -> Result:
 
 
 def cuda(args: GatesArgs) -> Result:
-    """The reference's result: one launch up to 8 tokens; above, Triton's product and then `choose_experts`. That launch
-    comes behind, too, where K comes in slices."""
+    """The reference's result: one launch up to 8 tokens; above, Triton's matmul followed by `choose_experts`. That
+    launch is also added if K is divided into slices."""
     x, squares, w, experts, width, choice = args.x, args.squares, args.w, args.experts, args.width, args.choice
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
     if tokens > dense.MOST_TOKENS:
@@ -156,7 +156,7 @@ def cuda(args: GatesArgs) -> Result:
 
 
 def fits(args: GatesArgs) -> bool:
-    """Whether there are 1 to 256 tokens as `dense` writes them and at most 512 experts, 32 of them chosen."""
+    """Whether there are 1 to 256 tokens in the layout of `dense`, and at most 512 experts, 32 of them chosen."""
     choosable = args.choice is None or (args.experts <= MOST_EXPERTS and args.choice.chosen <= min(32, args.experts))
     return (
         (dense.fits(args.x, args.w) or dense.streams(args.x, args.w))
@@ -166,7 +166,7 @@ def fits(args: GatesArgs) -> bool:
 
 
 def cost(args: GatesArgs) -> Cost:
-    """The weight, x and the squares once, logits and h; what is chosen is too little to count."""
+    """The weight, x and the squares once, logits and h; the bytes of the choice are negligible."""
     tokens = args.x.shape[0]
     return dense.cost_of(args.w, tokens, args.x, args.squares) + Cost(tokens * (4 * args.experts + 2 * args.width))
 
@@ -174,7 +174,7 @@ def cost(args: GatesArgs) -> Cost:
 def random_choice(
     g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False
 ) -> RouterChoice | None:
-    """A choice of `chosen` experts by a random bias, or of random given ids; None where none are chosen."""
+    """A choice of `chosen` experts with a random bias, or of random forced ids; None if `chosen` is 0."""
     if not chosen:
         return None
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
@@ -183,7 +183,7 @@ def random_choice(
 
 
 def cases() -> Iterator[Case]:
-    """1 to 256 tokens at sizes of nano and of Kimi and at odd ones, with and without a router, experts given."""
+    """1 to 256 tokens at sizes of nano and of Kimi and at odd ones, with and without a router, with forced experts."""
 
     def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
         def inputs(g: torch.Generator) -> GatesArgs:

@@ -1,6 +1,6 @@
-"""Every rank's columns side by side on every rank: logits of a head whose rows are divided.    R rows, V columns.
+"""All-gather of columns: the logits of a head that is divided over ranks.    R rows, V columns.
 
-And query heads, of which each rank computes its own, where every rank attends with all of them to a part of contexts.
+Also all-gather of query heads for context parallelism, where every rank attends with all heads to a part of contexts.
 """
 
 import functools
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.ranks import Links
+from redline.kernels.hopper.ranks import RankLinks
 
 _Launch = launch_record("decode/gather_ranks.cu", "GatherRanksLaunch")
 _THREADS = 512
-_QUERY_THREADS = 128  # so that one token's heads are spread over many blocks
+_QUERY_THREADS = 128  # small, so that one token's heads are spread over many blocks
 
 
 @functools.cache
@@ -23,8 +23,8 @@ def _kernel(width: int, ranks: int, *, turns: bool) -> CudaKernel:
     return CudaKernel("decode/gather_ranks.cu", "gather_ranks", _Launch, sizes, shared=0, threads=threads)
 
 
-def gather_ranks(part_RV: Tensor, links: Links) -> Tensor:
-    """float32 [R, V / ranks] of each rank -> [R, V]; V / ranks is a multiple of 4, R columns fit in a room."""
+def gather_ranks(part_RV: Tensor, links: RankLinks) -> Tensor:
+    """float32 [R, V / ranks] of each rank -> [R, V]; V / ranks is a multiple of 4, R columns fit into the buffer."""
     (rows, width), device = part_RV.shape, part_RV.device
     room = links.rooms.gathered
     assert rows * width <= room, f"{rows} rows of {width} columns; a room has {room} words"
@@ -35,10 +35,10 @@ def gather_ranks(part_RV: Tensor, links: Links) -> Tensor:
     return whole
 
 
-def gather_queries(part_THW: Tensor, links: Links) -> Tensor:
-    """bf16 [T, H / ranks, W] of each rank -> [T, H, W] on every rank; T is at most MOST_TOKENS, H W / ranks whole 8s.
+def gather_queries(part_THW: Tensor, links: RankLinks) -> Tensor:
+    """bf16 [T, H / ranks, W] of each rank -> [T, H, W] on every rank; T <= MOST_TOKENS, H W / ranks a multiple of 8.
 
-    A pair of numbers whose first is zero and whose second is minus zero arrives as two zeros.
+    A pair of a zero and a minus zero, in this order, is received as two zeros.
     """
     (tokens, heads, width), device = part_THW.shape, part_THW.device
     words, room = heads * width // 2, links.rooms.queries

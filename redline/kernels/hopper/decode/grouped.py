@@ -1,10 +1,10 @@
-"""Grouped-query attention of a drafter's Llama-style body, by Triton (`triton/grouped.py`).
+"""Grouped-query attention of a drafter's Llama-style layer, in Triton (`triton/grouped.py`).
 
-`keep_rows`        keys, rotated, and values of each token into its page
-`attend_grouped`   queries, rotated as they are read, over the pages of their slots
+`keep_rows`        writes rotated keys, and values, of each token to its page
+`attend_grouped`   attends with queries, rotated as they are read, to the pages of their slots
 
-T tokens, Q queries, H heads, G key heads, X width of a head; a page's row is [rotated keys (G X) | values (G X)], and
-head h reads key head h // (H / G). The heads of one rank of several read some of a row's key heads.
+T tokens, Q queries, H heads, G key heads, X width of a head. A page's row is [rotated keys (G X) | values (G X)], and
+head h reads key head h // (H / G). With tensor parallelism the heads of one rank read some of a row's key heads.
 """
 
 from collections.abc import Iterator
@@ -20,24 +20,24 @@ from redline.ops.mla import stored
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-MOST_GROUP, MOST_WIDTH = 64, 256  # heads that share a key head, and values of a head
-_PROGRAMS = 528  # of a grid, if there are pages enough: four to a multiprocessor of an NVIDIA H200
+MOST_GROUP, MOST_WIDTH = 64, 256  # maximum heads per key head, and maximum width of a head
+_PROGRAMS = 528  # programs of a grid, if there are enough pages: four per multiprocessor of an NVIDIA H200
 _PAGES = torch.bfloat16, torch.float8_e4m3fn
 
 
 class KeepRowsArgs(NamedTuple):
-    """Rotates each token's keys, and writes keys and values into its page."""
+    """Rotates each token's keys, and writes keys and values to its page."""
 
     kv_TR: Tensor  # float32 [T, 2 G X], as projected
     cos: Tensor  # float32 [T, X / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, X / 2]
     rows_T: Tensor  # int64 [T]: page * 64 + place
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; pages are contiguous, and may lie apart; written
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X], written; each page is contiguous, pages may be strided
     key_heads: int  # G
 
 
 def _keep_reference(args: KeepRowsArgs) -> None:
-    """Rows are rounded as they are stored; e4m3 saturates."""
+    """Rows are rounded to the pages' dtype; e4m3 saturates."""
     keys, values = args.kv_TR.unflatten(1, (2, args.key_heads, -1)).unbind(1)
     keys = rotate_halves(keys, args.cos[:, None], args.sin[:, None])
     row_TR = torch.cat([keys, values], 1).flatten(1)
@@ -46,13 +46,13 @@ def _keep_reference(args: KeepRowsArgs) -> None:
 
 
 def _keep_triton(args: KeepRowsArgs) -> None:
-    from redline.kernels.hopper.triton import grouped  # Triton is imported where it is used
+    from redline.kernels.hopper.triton import grouped  # Triton is imported only on use
 
     grouped.keep_rows(*args)
 
 
 def _keep_fits(args: KeepRowsArgs) -> bool:
-    """Whether rows are contiguous and the pages' numbers are ones that `attend_grouped` reads."""
+    """Whether rows are contiguous and `attend_grouped` supports the pages' dtype."""
     return args.kv_TR.is_contiguous() and args.plane.dtype in _PAGES and args.plane[0].is_contiguous()
 
 
@@ -95,18 +95,18 @@ class AttendGroupedArgs(NamedTuple):
     sin: Tensor  # float32 [T, X / 2]
     tokens_Q: Tensor  # int32 [Q]: the query's row of cos and sin
     slots_Q: Tensor  # int32 [Q]: its row of tables
-    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own the last
+    lengths_Q: Tensor  # int32 [Q]: rows of its context, of which its own is the last
     tables: Tensor  # int32 [slots, pages per slot]
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; pages are contiguous, and may lie apart
-    key_heads: int  # that these heads share: all G, or those of a rank
-    scale: float  # what the scores are multiplied by before the softmax
-    max_length: int  # at least the greatest of lengths_Q: the grid follows from it, not from the lengths
-    skip: int  # leading rows of every slot that hold nothing and are not read; below any of lengths_Q
-    first: int = 0  # of the row's G key heads, the first that these heads read
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; each page is contiguous, pages may be strided
+    key_heads: int  # number of key heads that these heads read: all G, or those of a rank
+    scale: float  # factor of the scores before the softmax
+    max_length: int  # an upper bound of lengths_Q, from which the grid is derived, independent of the actual lengths
+    skip: int  # leading rows of every slot that are unused and not read; less than any of lengths_Q
+    first: int = 0  # index of the first of the row's G key heads that these heads read
 
 
 def splits_of(queries: int, key_heads: int, max_length: int) -> int:
-    """Into how many parts a query's pages are divided: as many as the chip has room for."""
+    """Number of parts into which a query's pages are divided, so that the grid fills the GPU."""
     pages = -(-max_length // PAGE_TOKENS)
     return max(1, min(pages, 64, -(-_PROGRAMS // max(1, queries * key_heads))))
 
@@ -133,7 +133,7 @@ def _attend_triton(args: AttendGroupedArgs) -> Tensor:
 
 
 def _attend_fits(args: AttendGroupedArgs) -> bool:
-    """Whether the pages are bf16 or e4m3 and up to 64 heads, of at most 256 values, share a key head."""
+    """Whether the pages are bf16 or e4m3, at most 64 heads share a key head, and a head has at most 256 values."""
     heads, x = args.q_QHX.shape[1:]
     return (
         args.q_QHX.is_contiguous()
@@ -145,7 +145,7 @@ def _attend_fits(args: AttendGroupedArgs) -> bool:
 
 
 def _attend_cost(args: AttendGroupedArgs) -> Cost:
-    """Each slot's context once, however many of its rows ask."""
+    """Each slot's context once, independent of the number of queries."""
     (queries, heads, x), width = args.q_QHX.shape, 2 * args.key_heads * args.q_QHX.shape[-1]
     longest: dict[int, int] = {}
     for slot, length in zip(args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
@@ -158,7 +158,7 @@ def _attend_cost(args: AttendGroupedArgs) -> Cost:
 def random_rows(
     g: torch.Generator, lengths: tuple[int, ...], heads: int, key_heads: int, x: int, dtype: torch.dtype
 ) -> AttendGroupedArgs:
-    """A query of a slot of each length. Rows that none sees are NaN, place 0 among them."""
+    """A slot with one query for each length. Rows that no query reads are NaN, including place 0."""
     queries, width = len(lengths), 2 * key_heads * x
     per_slot = -(-max(lengths) // PAGE_TOKENS)
     tables = torch.randperm(queries * per_slot, generator=g).to(torch.int32).view(queries, per_slot)
@@ -176,7 +176,7 @@ def random_rows(
 
 
 def _attend_cases() -> Iterator[Case]:
-    """Contexts of one row to many pages, as many key heads as heads and fewer, at nano's sizes and at Kimi's."""
+    """Contexts of one row to many pages, with and without grouped heads, at nano's sizes and at Kimi's."""
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
     def make(lengths: tuple[int, ...], heads: int, key_heads: int, x: int, dtype: torch.dtype = bf16):
@@ -207,7 +207,7 @@ def _attend_cases() -> Iterator[Case]:
     yield Case("1000, Kimi, fp8 pages", make((1000,), 64, 64, 128, fp8), small=False)
 
 
-# Probabilities are rounded to bf16 on their way to the values.
+# Probabilities are rounded to bf16 before they multiply the values.
 attend_grouped = Kernel(
     Op("attend_grouped", AttendGroupedArgs, _attend_reference, _attend_cost, _attend_cases, roundings=1),
     _attend_triton,

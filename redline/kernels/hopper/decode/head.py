@@ -1,4 +1,4 @@
-"""Logits over the vocabulary: `head` of T <= 8 tokens, `head_8` of any number by a weight in 8 bits.
+"""Logits over the vocabulary: `head` for T <= 8 tokens, `head_8` for any number with an 8-bit weight.
 
 D hidden, V vocabulary.
 """
@@ -21,9 +21,9 @@ _Launch8 = launch_record("decode/dense.cu", "Head8Launch")
 
 
 class HeadArgs(NamedTuple):
-    """Multiplies each token's last state, normed as it is read, with the head."""
+    """Multiplies each token's last state, normed as it is read, by the head."""
 
-    x: Tensor  # bf16 [T, D padded]: as `dense` has it, or normed already with `squares` and eps that give an rms of 1
+    x: Tensor  # bf16 [T, D padded]: as in `dense`; or already normed, with `squares` and eps that give an rms of 1
     squares: Tensor  # float32 [parts, 8]: of x's residual
     w: Tiled  # [V, D]
     eps: float  # of the last norm
@@ -53,7 +53,7 @@ def cuda(args: HeadArgs) -> Tensor:
 
 
 def fits(args: HeadArgs) -> bool:
-    """Whether dense.cu takes it: 1 to 8 tokens, bf16, an even V, and at most 256 parts of squares."""
+    """Whether dense.cu supports it: 1 to 8 tokens, bf16, an even V, and at most 256 parts of squares."""
     return dense.fits(args.x, args.w) and args.squares.shape[0] <= dense.MOST_PARTS
 
 
@@ -83,7 +83,7 @@ head = Kernel(Op("head", HeadArgs, reference, cost, cases, rtol=dense.RTOL), cud
 
 
 class Head8Args(NamedTuple):
-    """Multiplies each token's last state, whose norm is divided out, with a head in 8 bits."""
+    """Multiplies each token's last state, which is already normed, by an 8-bit head."""
 
     x: Tensor  # bf16 [T, D padded to 256 with zeros]
     w: Tiled8  # [V, D]
@@ -95,10 +95,10 @@ def _reference_8(args: Head8Args) -> Tensor:
 
 
 def _cuda_8(args: Head8Args) -> Tensor:
-    """The reference's result: up to 8 tokens by dense.cu, more by Triton, which has an odd V too."""
+    """The reference's result: up to 8 tokens with dense.cu, more, or an odd V, with Triton."""
     x, w = args.x, args.w
     if x.shape[0] > dense.MOST_TOKENS or w.outputs % 2:
-        from redline.kernels.hopper.triton import head as streamed  # Triton is imported where it is used
+        from redline.kernels.hopper.triton import head as streamed  # Triton is imported only on use
 
         return streamed.head_8(x, w)
     kernel, blocks = dense.kernel_of(_Launch8, "HEAD_8", w, x.shape[0])
@@ -111,7 +111,7 @@ def _cuda_8(args: Head8Args) -> Tensor:
 
 
 def _fits_8(args: Head8Args) -> bool:
-    """Whether there are tokens, and x is bf16 and padded."""
+    """Whether there is at least one token, and x is bf16 and padded."""
     x, w = args.x, args.w
     padded_x = x.is_contiguous() and x.shape[1] == w.data.shape[1] * w.data.shape[3]
     return x.shape[0] >= 1 and x.dtype == torch.bfloat16 and padded_x
@@ -150,10 +150,10 @@ head_8 = Kernel(Op("head_8", Head8Args, _reference_8, _cost_8, _cases_8, rtol=de
 
 
 def logits_of(normed_RD: Tensor, w: Tiled | Tiled8, squares: Tensor) -> Tensor:
-    """Logits float32 [R, V] of any number of rows whose norm is divided out, bf16 [R, D]; w [V, D].
+    """Logits float32 [R, V] of any number of rows that are already normed, bf16 [R, D]; w [V, D].
 
-    squares: float32 [1, 8], D in each: the sums of squares of such rows, made once by the caller, since a graph that is
-    recorded would otherwise fill them anew in every step.
+    squares: float32 [1, 8], D in each: the sums of squares of such rows. The caller makes them once, since a captured
+    CUDA graph would otherwise fill them in every replay.
     """
     if isinstance(w, Tiled8):
         return head_8(_filled(normed_RD, PAD_K_8), w)
@@ -163,5 +163,5 @@ def logits_of(normed_RD: Tensor, w: Tiled | Tiled8, squares: Tensor) -> Tensor:
 
 
 def _filled(x: Tensor, to: int) -> Tensor:
-    """x contiguous, its columns up to a multiple of `to` with zeros."""
+    """x contiguous, its columns padded to a multiple of `to` with zeros."""
     return dense.pad_columns(x, to) if x.shape[1] % to else x.contiguous()

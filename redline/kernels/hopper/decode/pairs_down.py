@@ -1,7 +1,7 @@
 """The second half of the routed experts, pair by pair, for up to 256 tokens.     T tokens, K chosen, D hidden, I width.
 
-routed = sum over a token's pairs of down[expert] h. `experts_down` adds up in shared memory, which 64 tokens fill; this
-writes each pair's row, and a second launch adds up the K rows of a token in the order of its choices.
+routed = sum over a token's pairs of down[expert] h. `experts_down` sums in shared memory, which is full at 64 tokens;
+this kernel writes each pair's row, and a second launch adds the K rows of a token in the order of its choices.
 """
 
 import functools
@@ -19,19 +19,19 @@ from redline.kernels.hopper.prefill.grouped import add_pairs
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-_GROUPS, _STAGES = 4, 2  # of four warps; of the ring of each
+_GROUPS, _STAGES = 4, 2  # groups of four warps; stages of the ring buffer of each
 
 
 class PairsDownArgs(NamedTuple):
-    """Multiplies the pairs' hidden rows down and adds up those of each token."""
+    """Multiplies the pairs' hidden rows down and sums those of each token."""
 
-    h: Tensor  # f16 [pairs, I padded], of `experts_up` in its format
-    pairs: Pairs  # who goes where
+    h: Tensor  # f16 [pairs, I padded], from `experts_up` in its format
+    pairs: Pairs  # the expert and the token of each row
     weights: Records  # "down" [E, D, I], INT4 or NVFP4
 
 
 def reference(args: PairsDownArgs) -> Tensor:
-    """-> routed float32 [T, D]; each pair's row is rounded to bf16 before it is added."""
+    """-> routed float32 [T, D]; each pair's row is rounded to bf16 before the sum."""
     pairs, weights = args.pairs, args.weights
     width, firsts = decode_h(args.h, weights.inputs, weights.kind), pairs.slot_first.tolist()
     routed = width.new_zeros(pairs.ids.shape[0], weights.outputs)
@@ -47,7 +47,7 @@ _Launch = launch_record("decode/pairs_down.cu", "PairsDownLaunch")
 
 @functools.cache
 def kernel_of(form: Form, pairs: int, slots: int) -> CudaKernel:
-    """The program for records of this form and room for so many pairs and slots."""
+    """The kernel for records of this form, and at most `pairs` pairs and `slots` slots."""
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "SLABS": form.tiles // 4}
     defines |= {"STAGES": _STAGES, "ROOM_PAIRS": pairs, "ROOM_SLOTS": slots}
     stage = max(4 * form.record_bytes, SLOT_PAIRS * 2 * form.inputs)
@@ -56,8 +56,8 @@ def kernel_of(form: Form, pairs: int, slots: int) -> CudaKernel:
 
 
 def cuda(args: PairsDownArgs) -> Tensor:
-    """The reference's result. The launch in front must be `experts_up`: its blocks have seen all of `pairs` before this
-    grid may begin."""
+    """The reference's result. The preceding launch must be `experts_up`: its blocks have read all of `pairs` before
+    this grid may begin."""
     pairs, form = args.pairs, args.weights.form
     y = torch.empty(len(pairs), form.tiles * 16, dtype=torch.bfloat16, device=args.h.device)
     _, most_pairs, most_slots = rooms(pairs.ids.shape[0], pairs)
@@ -79,18 +79,18 @@ def cuda(args: PairsDownArgs) -> Tensor:
 
 
 def reads(form: Form) -> bool:
-    """Whether the kernel reads records of this form: an expert's width in 1, 2 or 4 slices, of INT4 or NVFP4."""
+    """Whether the kernel supports records of this form: INT4 or NVFP4, an expert's width in 1, 2 or 4 slices."""
     return form.kind != "BF16" and form.slices in (1, 2, 4)
 
 
 def cuda_fits(args: PairsDownArgs) -> bool:
-    """Whether the form is right, h is padded as the weights are, and the lists fit in shared memory."""
+    """Whether the form is supported, h is padded like the weights, and the lists fit into shared memory."""
     form = args.weights.form
     return reads(form) and args.h.shape[1] == form.width and lists_fit(args.pairs.ids.shape[0], args.pairs)
 
 
 def cost(args: PairsDownArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each; h, and the tokens' rows."""
+    """Bytes of the experts that are actually chosen, once each; h, and the tokens' rows."""
     weights, tokens = args.weights, args.pairs.ids.shape[0]
     moved = weights.nbytes // weights.experts * args.pairs.ids.unique().numel()
     moved += args.h.nbytes + 4 * tokens * weights.outputs
@@ -98,7 +98,7 @@ def cost(args: PairsDownArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Both kinds of weights, K in 1, 2 and 4 slices, up to 256 tokens."""
+    """INT4 and NVFP4, K in 1, 2 and 4 slices, up to 256 tokens."""
 
     def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> PairsDownArgs:
@@ -120,6 +120,6 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 64, 8), small=False)
 
 
-# A sum next to the border between two bf16 numbers is rounded to the other where it was added up in another order: 3e-4
-# at most on an H200.
+# A sum close to the midpoint of two bf16 numbers may be rounded either way if the order of addition differs: an error
+# of at most 3e-4 on an H200.
 pairs_down = Kernel(Op("pairs_down", PairsDownArgs, reference, cost, cases, rtol=2**-10), cuda, "hopper", cuda_fits)

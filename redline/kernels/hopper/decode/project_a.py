@@ -1,10 +1,10 @@
-"""The first products of attention for T <= 256 tokens.        D hidden, Rq query rank, R latent rank, P rope.
+"""The first matmuls of attention for T <= 256 tokens.        D hidden, Rq query rank, R latent rank, P rope.
 
-W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready but for 1 / rms of its own norm
-(`dense`), and the raw latent and key, which `project_q` writes into their page.
+W_a [Rq + R + P, D] times the normed residual: the low-rank query, complete except for 1 / rms of its own norm
+(`dense`), and the raw latent and key, which `project_q` writes to their page.
 
-Every rank needs all of it and has all of W_a. Up to 8 tokens ranks share the inputs, where that saves more than a sum
-costs: each multiplies its part of D, and adds up what all have.
+Every tensor parallel rank needs the whole result and has all of W_a. Up to 8 tokens the ranks divide the inputs, if
+that saves more than an all-reduce costs: each multiplies its part of D, and the partial sums are all-reduced.
 """
 
 from collections.abc import Iterator
@@ -16,29 +16,29 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, Tiled, padded
-from redline.kernels.hopper.ranks import NO_LINKS, Links
+from redline.kernels.hopper.ranks import NO_LINKS, RankLinks
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 _Launch = launch_record("decode/dense.cu", "ProjectALaunch")
 
-# Microseconds of a sum of two ranks and of each further one, and bytes a microsecond of an NVIDIA H200's memory.
+# Microseconds of an all-reduce over two ranks, and per further rank; bytes per microsecond of an NVIDIA H200's memory.
 _SUM, _FURTHER, _SPEED = 2.0, 0.3, 4.5e6
 
 
 class ProjectAArgs(NamedTuple):
-    """Multiplies the normed residual with W_a: low-rank queries, and raw latents and keys."""
+    """Multiplies the normed residual by W_a: low-rank queries, and raw latents and keys."""
 
-    x: Tensor  # bf16 [T, D padded], as `dense` has it
+    x: Tensor  # bf16 [T, D padded], as in `dense`
     squares: Tensor  # float32 [parts, T padded to 8]: of x's residual
     w: Tiled  # [Rq + R + P, D]
-    gamma_Q: Tensor  # float32 [Rq]: of the queries' norm
-    eps: float  # of the norm that x waits for
-    links: Links | None = None  # to the ranks that may share the inputs; None: there are none
+    gamma_Q: Tensor  # float32 [Rq]: weight of the queries' norm
+    eps: float  # of the norm that is still to be applied to x
+    links: RankLinks | None = None  # to the ranks that may divide the inputs; None: one rank
 
 
-def shares(w: Tiled, links: Links | None, tokens: int) -> bool:
-    """Whether ranks multiply a part of the inputs each. w: W_a, whole."""
+def shares(w: Tiled, links: RankLinks | None, tokens: int) -> bool:
+    """Whether each rank multiplies only a part of the inputs. w: the whole W_a."""
     if links is None or links.projection == "whole" or tokens > dense.MOST_TOKENS:
         return False
     ranks = links.ranks
@@ -50,7 +50,7 @@ def shares(w: Tiled, links: Links | None, tokens: int) -> bool:
 
 def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
     """-> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])."""
-    assert args.links is None, "a reference knows one rank"
+    assert args.links is None, "a reference supports one rank"
     w = args.w
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     y = dense.product(args.x, w) * dense.rstd_of(args.squares, tokens, w.inputs, args.eps)
@@ -60,7 +60,7 @@ def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; they differ in how many parts squares have."""
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; squares have a different number of parts."""
     x, squares, w, gamma_Q = args.x, args.squares, args.w, args.gamma_Q
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
     if tokens > dense.MOST_TOKENS:
@@ -77,8 +77,8 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
     squares_out = torch.empty(blocks, dense.MOST_TOKENS, device=x.device)
     kv = torch.empty(tokens, w.outputs - rank_q, device=x.device)
     given = _Launch(
-        weights=w.data[0, first // TILE_K :],  # and so on, each row of tiles as long as all
-        x=x[0, first:],  # likewise
+        weights=w.data[0, first // TILE_K :],  # start of this rank's part; rows of tiles keep their stride
+        x=x[0, first:],  # start of this rank's part of the first row
         squares=squares,
         gamma=gamma_Q,
         q=q_a,
@@ -94,14 +94,14 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectAArgs) -> bool:
-    """Whether there are 1 to 256 tokens as `dense` has them; up to 8 also an even Rq: a thread stores two outputs."""
+    """Whether there are 1 to 256 tokens as in `dense`; up to 8 also an even Rq: a thread stores two outputs."""
     if args.squares.shape[0] > dense.MOST_PARTS:
         return False
     return dense.streams(args.x, args.w) or (dense.fits(args.x, args.w) and args.gamma_Q.shape[0] % 2 == 0)
 
 
 def cost(args: ProjectAArgs) -> Cost:
-    """The weight, or this rank's part of it, and what is read beside it once, q_a and kv."""
+    """The weight, or this rank's part of it, the other inputs once, q_a and kv."""
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     written = Cost(tokens * (2 * rank_q + 4 * (args.w.outputs - rank_q)))
     return dense.cost_of(args.w, tokens, args.x, args.squares, args.gamma_Q) + written

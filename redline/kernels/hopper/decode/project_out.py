@@ -1,7 +1,7 @@
-"""residual += W y for T <= 256 tokens, and x of the norm that follows.        D hidden, K inputs.
+"""residual += W y for T <= 256 tokens, and x of the next norm.        D hidden, K inputs.
 
-Attention's output projection [D, H V], the down projection of a dense MLP [D, I], and that of a shared expert beside
-`grouped_experts`.
+For attention's output projection [D, H V], the down projection of a dense MLP [D, I], and that of a shared expert in a
+layer that runs `grouped_experts`.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -23,22 +23,20 @@ _Launch = launch_record("decode/dense.cu", "ProjectOutLaunch")
 
 
 class ProjectOutArgs(NamedTuple):
-    """Adds W y to the residual, and prepares x of the norm that follows."""
+    """Adds W y to the residual, and computes x of the next norm."""
 
-    y: Tensor  # bf16 [T, K padded to 128]; it is not normed
+    y: Tensor  # bf16 [T, K padded to 128]; not normed
     w: Tiled | Slabs  # [D, K]; slabs only with more than 8 tokens
     residual_TD: Tensor  # float32 [T, D]; read
-    gamma_D: Tensor  # float32 [D]: of the norm that follows
-    routed_TD: Tensor | None = None  # float32 [T, D]: added as well; only with more than 8 tokens
-    links: Links | None = (
-        None  # W y and what is routed are partial sums, and those of all ranks are added; None: of one
-    )
-    site: Site = ATTENTION  # where ranks meet
+    gamma_D: Tensor  # float32 [D]: weight of the next norm
+    routed_TD: Tensor | None = None  # float32 [T, D]: added too; only with more than 8 tokens
+    links: RankLinks | None = None  # W y and routed_TD are partial sums, all-reduced over the ranks; None: one rank
+    site: Site = ATTENTION  # of the all-reduce
 
 
 def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
     """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), of one rank."""
-    assert args.links is None, "a reference knows one rank"
+    assert args.links is None, "a reference supports one rank"
     residual = args.residual_TD + dense.product(args.y, args.w)
     if args.routed_TD is not None:
         residual += args.routed_TD
@@ -47,9 +45,9 @@ def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; they differ in how many parts squares have.
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; squares have a different number of parts.
 
-    Over several ranks dense.cu adds them up as it ends; behind Triton's product a launch does (`sum_ranks`).
+    Over several ranks dense.cu includes the all-reduce; Triton's matmul is followed by a launch for it (`sum_ranks`).
     """
     y, w = args.y, args.w
     tokens, d_padded = y.shape[0], padded(w.outputs, PAD_K)
@@ -85,7 +83,7 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectOutArgs) -> bool:
-    """Whether there are 9 to 256 tokens (64 over several ranks), or up to 8 with tiles and nothing routed."""
+    """Whether there are 9 to 256 tokens (64 over several ranks), or up to 8 with tiles and without routed_TD."""
     w = args.w
     if args.links is not None and args.y.shape[0] > MOST_TOKENS:
         return False
@@ -93,7 +91,7 @@ def fits(args: ProjectOutArgs) -> bool:
 
 
 def cost(args: ProjectOutArgs) -> Cost:
-    """The weight and y once, the residual read and written, x, and what is routed."""
+    """The weight and y once, the residual read and written, x, and routed_TD."""
     y = args.y
     read = [y, args.residual_TD, args.residual_TD, args.gamma_D, *([] if args.routed_TD is None else [args.routed_TD])]
     return dense.cost_of(args.w, y.shape[0], *read) + Cost(2 * y.shape[0] * args.w.outputs)

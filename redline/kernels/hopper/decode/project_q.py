@@ -1,7 +1,7 @@
-"""Query heads for T <= 256 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
+"""Query heads for T <= 256 tokens, and the tokens' rows of the KV cache.    H heads, N nope, P rope, R latent rank.
 
-W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rotated; and the row
-[latent after its norm (R) | rotated key (P)] of each token written into its page, as `mla_qkv` does.
+W_q [H (N + P), Rq] times the normed low-rank query, with the last P of each head rotated. Each token's row [normed
+latent (R) | rotated key (P)] is written to its page, as `mla_qkv` does.
 """
 
 from collections.abc import Iterator
@@ -20,23 +20,23 @@ from redline.wire.job import PAGE_TOKENS
 
 _Launch = launch_record("decode/dense.cu", "ProjectQLaunch")
 PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8_e4m3fn: "PLANE_E4M3"}
-MOST_ROW = 1024  # R + P: two numbers of a thread
+MOST_ROW = 1024  # maximum R + P: two numbers per thread
 
 
 class ProjectQArgs(NamedTuple):
-    """Multiplies the low-rank queries with W_q, rotates them, and writes each token's row into its page."""
+    """Multiplies the low-rank queries by W_q, rotates them, and writes each token's row to its page."""
 
-    q_a: Tensor  # bf16 [T, Rq padded]: of `project_a`, not yet divided by its rms
+    q_a: Tensor  # bf16 [T, Rq padded]: from `project_a`, not yet divided by its rms
     squares: Tensor  # float32 [parts, T padded to 8]: of q_a
     w: Tiled  # [H (N + P), Rq]
     heads: int  # H
-    kv: Tensor  # float32 [T, R + P]: of `project_a`
-    gamma_R: Tensor  # float32 [R]: of the latent's norm
+    kv: Tensor  # float32 [T, R + P]: from `project_a`
+    gamma_R: Tensor  # float32 [R]: weight of the latent's norm
     cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, P / 2]
-    rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
-    # [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating); written at rows_T. Pages are contiguous, and may
-    # lie apart.
+    rows_T: Tensor  # int64 [T]: page * 64 + place, the cache row of each token
+    # [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating); written at rows_T. Each page is contiguous, pages
+    # may be strided.
     plane: Tensor
     eps: float  # of both norms
 
@@ -91,7 +91,7 @@ def cuda(args: ProjectQArgs) -> Tensor:
         cos=cos,
         sin=args.sin,
         rows=args.rows_T,
-        plane=plane[0],  # and so on, each page a stride further
+        plane=plane[0],  # page p is p strides further
         q=q,
         tokens=tokens,
         parts=squares.shape[0],
@@ -103,10 +103,10 @@ def cuda(args: ProjectQArgs) -> Tensor:
 
 
 def fits(args: ProjectQArgs) -> bool:
-    """Whether there are 1 to 256 tokens as `dense` writes them, and the pages' rows divide over threads.
+    """Whether there are 1 to 256 tokens in the layout of `dense`, and a page's rows can be divided over threads.
 
-    Pairs of numbers are rotated and stored together, so R and N + P are even; a thread of dense.cu has at most one pair
-    of a row, and a block at most one token's row.
+    Pairs of numbers are rotated and stored together, so R and N + P must be even. A thread of dense.cu has at most one
+    pair of a row, and a block at most one token's row.
     """
     q_a, w = args.q_a, args.w
     rank, row = args.gamma_R.shape[0], args.kv.shape[1]
@@ -121,7 +121,7 @@ def fits(args: ProjectQArgs) -> bool:
 
 
 def cost(args: ProjectQArgs) -> Cost:
-    """The weight and what is read beside it once, the queries and the pages' rows."""
+    """The weight and the other inputs once, the queries and the pages' rows."""
     tokens = args.q_a.shape[0]
     written = Cost(tokens * (2 * args.w.outputs + args.kv.shape[1] * args.plane.element_size()))
     return (
@@ -131,7 +131,7 @@ def cost(args: ProjectQArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Every format of pages, 1 to 256 tokens at sizes of nano and of Kimi and at odd ones."""
+    """Every dtype of pages, 1 to 256 tokens at sizes of nano and of Kimi and at odd ones."""
 
     def make(tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype):
         def inputs(g: torch.Generator) -> ProjectQArgs:
@@ -139,7 +139,7 @@ def cases() -> Iterator[Case]:
             q_a, squares = dense.random_x(g, tokens, rank_q)
             w = dense.random_tiled(g, heads * (nope + rope), rank_q)
             kv = torch.randn(tokens, rank + rope, generator=g) * 3
-            kv[0, -1] = 1000.0  # beyond e4m3
+            kv[0, -1] = 1000.0  # beyond the range of e4m3
             kv[-1, :rank] *= 1e-3  # as small as eps
             angle = torch.rand(tokens, rope // 2, generator=g) * 6.28
             rows = torch.randperm(5 * PAGE_TOKENS, generator=g)[:tokens]

@@ -1,10 +1,10 @@
-"""Contexts divided among ranks: what each read of its part, taken to the rank that has the head.   Q queries, H heads.
+"""Context parallelism: exchanges partial attention results of divided contexts among ranks.   Q queries, H heads.
 
-Every rank holds all latents, but has only some heads. To read all latents for these costs each rank as much as one
-alone. Where contexts are long enough ranks exchange twice: each has the queries of all heads (`gather_queries`), reads
-its part of every context with them (`attend`), and gives every other rank what came of its heads (`share_latents`).
-`unabsorb` then combines as many splits as there are ranks. Sums are made in another order than undivided; nothing else
-differs.
+Every rank stores all latents, but has only some heads. Reading all latents for these heads takes each rank the time of
+a single GPU. If contexts are long enough, the ranks exchange data twice: each gets the queries of all heads
+(`gather_queries`), attends with them to its part of every context (`attend`), and sends every other rank the partial
+results of that rank's heads (`share_latents`). `unabsorb` then combines one split per rank. Only the order of summation
+differs from undivided attention.
 """
 
 import functools
@@ -15,15 +15,15 @@ from torch import Tensor
 from redline.kernels.hopper.decode import attend, dense
 from redline.kernels.hopper.decode.unabsorb import MAX_SPLITS
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.ranks import MOST_TOKENS, Links
+from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks
 
 _Launch = launch_record("decode/share_latents.cu", "ShareLatentsLaunch")
 _THREADS = 512
-_SLICE = 256  # numbers of a latent that a block has
-FEW_SPLITS = 8  # up to which a warp combines a query's head by itself
+_SLICE = 256  # numbers of a latent per block
+FEW_SPLITS = 8  # maximum splits for which one warp combines a query's head
 
-# Two NVIDIA H200 (NV18, `divided-contexts-h200.json`): microseconds of both exchanges, and of each query in them,
-# beyond what travels; bytes a microsecond that do, one way; and what is kept of a gain that `attend`'s model tells.
+# Two NVIDIA H200 (NV18, `divided-contexts-h200.json`): microseconds of both exchanges, and per query, without the
+# transfer; bytes per microsecond of the link, one way; and the share of the gain in `attend`'s model that is realised.
 _EXCHANGE, _QUERY, _LINK_SPEED, _KEPT = 5.0, 0.15, 270e3, 0.66
 
 
@@ -34,11 +34,11 @@ def _kernel(rank: int, ranks: int) -> CudaKernel:
     return CudaKernel("decode/share_latents.cu", "share_latents", _Launch, sizes, shared, _THREADS)
 
 
-def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: Links) -> tuple[Tensor, Tensor]:
-    """bf16 [Q, H, S, R] and natural log-sum-exps float32 [Q, H, S] of this rank's part of every context, of the heads
-    of all ranks -> [Q, H / ranks, ranks, R] and [Q, H / ranks, ranks] of this rank's heads, of all parts.
+def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: RankLinks) -> tuple[Tensor, Tensor]:
+    """bf16 [Q, H, S, R] and natural log-sum-exps float32 [Q, H, S] of this rank's part of every context, for the heads
+    of all ranks -> [Q, H / ranks, ranks, R] and [Q, H / ranks, ranks] of this rank's heads, for all parts.
 
-    Q is at most MOST_TOKENS, S MAX_SPLITS, R a multiple of 256. A split with -inf holds nothing, nor do those behind.
+    Q <= MOST_TOKENS, S <= MAX_SPLITS, R a multiple of 256. A split with -inf is empty, and so are all later ones.
     """
     (queries, all_heads, splits, rank), device = partial_QHSR.shape, partial_QHSR.device
     heads, room = all_heads // links.ranks, links.rooms.latents
@@ -58,16 +58,16 @@ def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: Links) -> tuple[
     )
     slices, places = rank // _SLICE, queries * heads
     blocks = places if splits > FEW_SPLITS else -(-places // (_THREADS // 32))
-    most = 2 * dense.multiprocessors(device) // slices  # two lie on a multiprocessor
+    most = 2 * dense.multiprocessors(device) // slices  # two blocks fit on a multiprocessor
     _kernel(rank, links.ranks).launch(given, min(blocks, most), slices)
     return out, lse
 
 
-def divides(links: Links | None, queries: int, heads: int, rank: int, longest: int, positions: int = 1) -> bool:
-    """Whether ranks read a part of every context each, in a step of so many queries.
+def divides(links: RankLinks | None, queries: int, heads: int, rank: int, longest: int, positions: int = 1) -> bool:
+    """Whether each rank reads only a part of every context, in a step of `queries` queries.
 
-    heads: of a rank. rank: R. longest: tokens, at least those of any query's context, so a recorded shape has one way.
-    positions: queries of a row.
+    heads: of a rank. rank: R. longest: tokens, an upper bound of every query's context, so that a captured shape has a
+    fixed choice. positions: queries of a row.
     """
     if links is None or queries > MOST_TOKENS or rank % _SLICE or links.contexts == "whole":
         return False
@@ -76,10 +76,10 @@ def divides(links: Links | None, queries: int, heads: int, rank: int, longest: i
 
 @functools.cache
 def gain(queries: int, heads: int, ranks: int, longest: int, positions: int = 1) -> float:
-    """Microseconds that dividing contexts saves a layer, by the model of `attend` and what the exchanges take.
+    """Microseconds per layer saved by dividing contexts, from the model of `attend` and the cost of the exchanges.
 
-    Fitted to 41 cases of 1 to 64 queries and 2,048 to 131,072 tokens: it decides otherwise than was measured where less
-    than 2 us a layer are to be had. All of them had one query a row; of several a rank may attend to them together.
+    Fitted to 41 cases of 1 to 64 queries and 2,048 to 131,072 tokens: it decides wrongly only where less than 2 us per
+    layer can be saved. All cases had one query per row; with several a rank may compute them together.
     """
     bytes_sent = (ranks - 1) * 2 * queries * heads * (2 * attend.LATENT + attend.ROPE)
     whole = attend.predicted(queries, heads, longest, positions)

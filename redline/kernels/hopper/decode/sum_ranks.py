@@ -1,6 +1,7 @@
-"""residual += the partial sums of all ranks, for T <= 64 tokens, and x of the norm that follows.      D hidden.
+"""residual += the all-reduced partial sums, for T <= 64 tokens, and x of the next norm.      D hidden.
 
-It ends the products that `dense.cu` and `experts_down` do not end themselves: Triton's, of 9 to 64 tokens.
+It follows the matmuls that do not include their all-reduce, unlike `dense.cu` and `experts_down`: Triton's, of 9 to 64
+tokens.
 """
 
 import functools
@@ -13,29 +14,29 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, shots_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 _THREADS = 128
-COLUMNS = 4 * _THREADS  # of a block
+COLUMNS = 4 * _THREADS  # per block
 _Launch = launch_record("decode/sum_ranks.cu", "SumRanksLaunch")
 
 
 class SumRanksArgs(NamedTuple):
-    """Adds a product's sums, of all ranks, to the residual, and prepares x of the norm that follows."""
+    """All-reduces a matmul's partial sums into the residual, and computes x of the next norm."""
 
     partial_TD: Tensor  # float32 [T, D]
     residual_TD: Tensor  # float32 [T, D]; read
-    gamma_D: Tensor  # float32 [D]: of the norm that follows
+    gamma_D: Tensor  # float32 [D]: weight of the next norm
     routed_TD: Tensor | None = None  # float32 [T, D]: added to this rank's partial sums
-    links: Links | None = None  # None: there is one rank
+    links: RankLinks | None = None  # None: one rank
     site: Site = ATTENTION
 
 
 def reference(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
     """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), of one rank."""
-    assert args.links is None, "a reference knows one rank"
+    assert args.links is None, "a reference supports one rank"
     sums = args.partial_TD if args.routed_TD is None else args.partial_TD + args.routed_TD
     residual = args.residual_TD + sums
     parts = dense.pad_columns(residual.pow(2), COLUMNS).unflatten(-1, (-1, COLUMNS)).sum(-1).T
@@ -73,12 +74,12 @@ def cuda(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: SumRanksArgs) -> bool:
-    """Whether there are 1 to 64 tokens, and D is a multiple of 4: a lane has four columns."""
+    """Whether there are 1 to 64 tokens, and D is a multiple of 4: a thread has four columns."""
     return 1 <= args.partial_TD.shape[0] <= MOST_TOKENS and args.partial_TD.shape[1] % 4 == 0
 
 
 def cost(args: SumRanksArgs) -> Cost:
-    """The partial sums and the residual read, the residual and x written; what goes to other ranks is not counted."""
+    """The partial sums and the residual read, the residual and x written; traffic between ranks is not counted."""
     tokens, d = args.partial_TD.shape
     return Cost(tokens * d * (4 + 4 + 4 + 2) + args.gamma_D.nbytes)
 

@@ -1,9 +1,9 @@
-"""Combines the splits of attention and takes them out of the latent space: o = W_UV latent.
+"""Combines the splits of attention and projects them out of the latent space: o = W_UV latent.
 
 Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
-V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`.
-Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine
-its splits: 16.8 MB from the L2 cache for a query of 128.
+V), each with its 64 KB requested before the preceding grid has ended, and small enough to share SMs with blocks of
+`attend`. If there are more queries than a block processes at once, two blocks per SM divide them. Both halves of a head
+combine its splits: 16.8 MB from the L2 cache for a query with 128 splits.
 """
 
 import functools
@@ -21,21 +21,21 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 MAX_SPLITS = SMS
-_COLUMNS = 8  # queries that a block takes at once
+_COLUMNS = 8  # queries that a block processes at once
 
 _Launch = launch_record("decode/unabsorb.cu", "UnabsorbLaunch")
 
 
 class UnabsorbArgs(NamedTuple):
-    """Combines each query's splits to one latent a head, and multiplies it with the head's W_UV."""
+    """Combines each query's splits to one latent per head, and multiplies it by the head's W_UV."""
 
-    partial_QHSR: Tensor  # bf16 [Q, H, S, R]: of `attend`
-    lse_QHS: Tensor  # float32 [Q, H, S], natural: of `attend`; -inf: the split holds nothing, nor do those behind it
+    partial_QHSR: Tensor  # bf16 [Q, H, S, R]: from `attend`
+    lse_QHS: Tensor  # float32 [Q, H, S], natural: from `attend`; -inf: the split is empty, and so are all later ones
     w_uv: Tiled  # [H, V, R]
 
 
 def _reference(args: UnabsorbArgs) -> Tensor:
-    """-> o bf16 [Q, H V padded to 128 with zeros]. Splits that hold nothing are not read; where all do, o is 0."""
+    """-> o bf16 [Q, H V padded to 128 with zeros]. Empty splits are not read; if all are empty, o is 0."""
     partial_QHSR = args.partial_QHSR
     holds = args.lse_QHS > -torch.inf
     shares = args.lse_QHS.softmax(-1).where(holds, 0.0)
@@ -78,7 +78,9 @@ def _cuda(args: UnabsorbArgs) -> Tensor:
 
 
 def few_splits(queries: int) -> int:
-    """Splits up to which a query's are summed by one team beside others', not by all teams, query after query."""
+    """Maximum splits of a query for which one team of warps sums them while other teams sum other queries'.
+
+    With more splits all teams sum one query after another."""
     return 16 if queries == 1 else 40
 
 
@@ -86,7 +88,7 @@ def _cuda_fits(args: UnabsorbArgs) -> bool:
     """Whether there are at most 132 splits, R is 128, 256 or 512, and half a head's W_UV divides over 16 warps."""
     w_uv = args.w_uv
     splits, rank = args.partial_QHSR.shape[2:]
-    tiles = w_uv.shape[1] // 32  # rows of a block, 16 each; the other warps share R
+    tiles = w_uv.shape[1] // 32  # row tiles of a block, 16 rows each; the other warps divide R
     whole = w_uv.shape[1] % 32 == 0 and tiles in (2, 4, 8) and rank % (32 * (16 // tiles)) == 0
     return whole and splits <= MAX_SPLITS and rank in (128, 256, 512) and rank * w_uv.shape[1] <= 65536
 
@@ -104,7 +106,7 @@ def _cases() -> Iterator[Case]:
             w_uv = (torch.randn(heads, 128, rank, generator=g) * rank**-0.5).to(torch.bfloat16)
             partial = torch.randn(queries, heads, splits, rank, generator=g).to(torch.bfloat16)
             lse = torch.randn(queries, heads, splits, generator=g) * 2
-            for query in range(queries):  # the last splits of some queries hold nothing
+            for query in range(queries):  # the last splits of some queries are empty
                 lse[query, :, max(1, splits - query) :] = -torch.inf
                 partial[query, :, max(1, splits - query) :] = torch.nan
             return UnabsorbArgs(partial, lse, Tiled.prepare(w_uv))
@@ -121,7 +123,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{queries} queries, {splits} splits, Kimi", make(queries, 64, splits), small=False)
 
 
-# Both round latents to bf16, and sums in another order, 2e-5 apart, are rounded apart in 2e-5 / 2^-7 of all cases.
+# Both round latents to bf16. Sums in another order differ by 2e-5, so 2e-5 / 2^-7 of latents are rounded differently.
 unabsorb = Kernel(
     Op("unabsorb", UnabsorbArgs, _reference, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5), _cuda, "hopper", _cuda_fits
 )

@@ -1,7 +1,7 @@
-"""Expert weights as the GPU's kernels stream them.        E experts, N outputs, K inputs, I expert width, D hidden.
+"""Expert weights in the layout that GPU kernels stream.     E experts, N outputs, K inputs, I expert width, D hidden.
 
-A record is 16 rows x some inputs, codes and scales in one piece, in the order in which one warp multiplies them; four
-records that four warps of a group read side by side lie side by side, so that one bulk copy brings them.
+A record is 16 rows x some inputs, codes and scales together, in the order in which one warp multiplies them. The four
+records that the four warps of a group read at the same time are adjacent, so that one bulk copy loads them.
 
     INT4   KS / 64 blocks of [lane 4g + t][4 words]   word 2h + r: row g + 8r, inputs 64j + 32h + 8t + e, e = 0..7,
                                                       code u of e at bit 0, 16, 4, 20, 8, 24, 12, 28
@@ -12,7 +12,7 @@ records that four warps of a group read side by side lie side by side, so that o
            then float32 [4]                           the matrices' scales of rows g and g + 8; 9 KS + 16 bytes in all
     BF16   tiles of 16 rows x 32 inputs (tiled.py)    64 or 128 inputs
 
-N and K are padded with what stands for zero.
+N and K are padded with values that represent zero.
 """
 
 import functools
@@ -32,21 +32,20 @@ KINDS: tuple[Kind, ...] = "INT4", "NVFP4", "BF16"
 Weight = Int4 | Nvfp4 | Tensor  # [E, N, K], or of one expert [N, K]; a tensor is bf16
 
 TILE_ROWS = 16
-MOST_INPUTS = 512  # of a slice: the fragments of x take a register for every eight
-MOST_KEPT = 448  # of a slice whose fragments stay in registers from row tile to row tile
-BF16_INPUTS = 128  # of a BF16 record at most: 4 KB
-SLAB_ROWS = 64  # of a block of `experts_down`: four row tiles, one for each warp of a group
+MOST_INPUTS = 512  # maximum inputs of a slice: the fragments of x take one register per eight inputs
+MOST_KEPT = 448  # maximum inputs of a slice with fragments that stay in registers from row tile to row tile
+BF16_INPUTS = 128  # maximum inputs of a BF16 record: 4 KB
+SLAB_ROWS = 64  # rows per block of `experts_down`: four row tiles, one for each warp of a group
 _ZERO_CODES = -0x77777778  # eight codes of 8
-_BIT = (0, 16, 4, 20, 8, 24, 12, 28)  # of code e in a record's word
-_SIGN, _MAGNITUDE = (15, 12, 14, 13), (9, 6, 3, 0)  # of four values in half a word
+_BIT = (0, 16, 4, 20, 8, 24, 12, 28)  # bit position of code e in a record's word
+_SIGN, _MAGNITUDE = (15, 12, 14, 13), (9, 6, 3, 0)  # bit positions of four values in half a word
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix [N, K] is cut into records.
+    """How a matrix [N, K] is divided into records.
 
-    tiles: of 16 rows, the padding counted. slices: of K, `inputs` inputs each, one to a warp. part: inputs that a
-    record holds.
+    tiles: of 16 rows, including padding. slices: of K, `inputs` inputs each, one per warp. part: inputs per record.
     """
 
     kind: Kind
@@ -58,7 +57,7 @@ class Form:
 
     @property
     def parts(self) -> int:
-        """Records of a slice."""
+        """Records per slice."""
         return self.inputs // self.part
 
     @property
@@ -68,12 +67,12 @@ class Form:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one record, its codes and scales."""
+        """Bytes of one record, codes and scales."""
         return {"INT4": 9 * self.part, "NVFP4": 9 * self.part + 16, "BF16": 2 * TILE_ROWS * self.part}[self.kind]
 
 
 def up_form(kind: Kind, width: int, hidden: int) -> Form:
-    """The form of gate and up [2 I, D]: a row tile is 8 rows of gate, then their 8 of up; 4, 8 or 16 warps share K."""
+    """The form of gate and up [2 I, D]: a row tile is 8 rows of gate and their 8 of up; 4, 8 or 16 warps divide K."""
     slices = next((n for n in (4, 8) if _slice(hidden, n) <= MOST_KEPT), 16)
     inputs = _slice(hidden, slices)
     part = (BF16_INPUTS if inputs % BF16_INPUTS == 0 else 64) if kind == "BF16" else inputs
@@ -81,7 +80,7 @@ def up_form(kind: Kind, width: int, hidden: int) -> Form:
 
 
 def down_form(kind: Kind, hidden: int, width: int) -> Form:
-    """The form of down [D, I]: D is padded to 128, which is whole slabs and what the products that follow read."""
+    """The form of down [D, I]: D is padded to 128, which is whole slabs and the width that the next matmuls read."""
     slices = -(-width // (BF16_INPUTS if kind == "BF16" else MOST_INPUTS))
     inputs = BF16_INPUTS if kind == "BF16" else _slice(width, slices)
     return Form(kind, "down", padded(hidden, PAD_K) // TILE_ROWS, slices, inputs, inputs)
@@ -92,7 +91,7 @@ def _slice(inputs: int, slices: int) -> int:
 
 
 def kind_of(weight: Weight) -> Kind:
-    """Which kind of records holds this weight; a tensor is taken as bf16."""
+    """The record format for this weight; a tensor counts as bf16."""
     match weight:
         case Int4():
             return "INT4"
@@ -115,11 +114,11 @@ def one_of(weight: Weight, expert: int) -> Weight:
 
 @dataclass(frozen=True)
 class Records:
-    """One projection of all experts of a layer, all of one kind. outputs: N. inputs: K.
+    """One projection of all experts of a layer, in one format. outputs: N. inputs: K.
 
     data: uint8, of "up" [E, tiles, slices parts, record bytes], of "down" [E, tiles / 4, slices, 4, record bytes].
 
-    The BF16 records of a row tile are in the order of K; of the other kinds a slice is one record.
+    The BF16 records of a row tile are in the order of K; in the other formats a slice is one record.
     """
 
     data: Tensor
@@ -130,7 +129,7 @@ class Records:
 
     @staticmethod
     def empty(use: Use, experts: int, outputs: int, inputs: int, device: torch.device, kind: Kind) -> "Records":
-        """Room for `experts` weights [N, K], to be `put`."""
+        """Uninitialised memory for `experts` weights [N, K], to be filled by `put`."""
         form = _form(kind, use, outputs, inputs)
         stack = (form.tiles, form.slices * form.parts) if use == "up" else (form.tiles // 4, form.slices, 4)
         data = torch.empty(experts, *stack, form.record_bytes, dtype=torch.uint8, device=device)
@@ -138,7 +137,7 @@ class Records:
 
     @staticmethod
     def prepare(use: Use, weight: Weight) -> "Records":
-        """weight [E, N, K] on any device, of "up" gate first. One expert at a time, so that temporaries stay small."""
+        """weight [E, N, K] on any device; in "up" gate comes first. One expert at a time, so temporaries stay small."""
         experts, outputs, inputs = weight.shape
         device = (weight if isinstance(weight, Tensor) else weight.scale).device
         records = Records.empty(use, experts, outputs, inputs, device, kind_of(weight))
@@ -147,7 +146,7 @@ class Records:
         return records
 
     def put(self, expert: int, weight: Weight) -> None:
-        """Lays out the weight [N, K] of one expert, which must be of the records' kind."""
+        """Lays out the weight [N, K] of one expert, which must have the records' format."""
         assert kind_of(weight) == self.kind, f"{self.kind} records were given a weight that is {kind_of(weight)}"
         first = 0
         for part in self._parts(weight):
@@ -158,7 +157,7 @@ class Records:
             first += whole.shape[-1]
 
     def expert(self, expert: int) -> Weight:
-        """The weight [N, K] of one expert as it was given, bit for bit."""
+        """The original weight [N, K] of one expert, bit for bit."""
         form, whole = self.form, self.data[expert]
         if self.use == "down":
             whole = whole.transpose(1, 2).flatten(0, 1)
@@ -172,12 +171,12 @@ class Records:
                 return self._bf16(whole)
 
     def dense(self, expert: int) -> Tensor:
-        """The numbers of one expert's weight, float32 [N, K]."""
+        """The values of one expert's weight, float32 [N, K]."""
         weight = self.expert(expert)
         return weight.float() if isinstance(weight, Tensor) else weight.dequantize()
 
     def _parts(self, weight: Weight) -> tuple[Tensor, ...]:
-        """What a record is made of, in its order: each [tiles, records, ...]."""
+        """The components of a record, in order: each [tiles, records, ...]."""
         match weight:
             case Int4():
                 return self._int4_parts(weight)
@@ -251,14 +250,14 @@ class Records:
         return full.view(tiles, 2, 8, columns).transpose(0, 1)
 
     def _matrix(self, rows: Tensor, columns: int) -> Tensor:
-        """`_rows` undone."""
+        """The inverse of `_rows`."""
         if self.use == "up":
             return rows.flatten(1, 2)[:, : self.outputs // 2, :columns].flatten(0, 1)
         return rows.transpose(0, 1).flatten(0, 2)[: self.outputs, :columns].contiguous()
 
     @functools.cached_property
     def form(self) -> Form:
-        """How each expert's matrix is cut."""
+        """How each expert's matrix is divided."""
         return _form(self.kind, self.use, self.outputs, self.inputs)
 
     @property
@@ -268,12 +267,12 @@ class Records:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, N, K), the padding left out."""
+        """(E, N, K), without padding."""
         return self.experts, self.outputs, self.inputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, the padding counted."""
+        """Bytes of the data, including padding."""
         return self.data.nbytes
 
 
@@ -286,7 +285,7 @@ def _code_and_scale_bytes(form: Form) -> tuple[int, int]:
 
 
 def _interleave(packed: Tensor) -> Tensor:
-    """Words with code e at bit 4e -> at `_BIT[e]`: two codes that one instruction unpacks lie 16 bits apart."""
+    """Words with code e at bit 4e -> at `_BIT[e]`: two codes unpacked by one instruction are 16 bits apart."""
     words = torch.zeros_like(packed)
     for e, bit in enumerate(_BIT):
         words |= (packed >> 4 * e & 15) << bit
@@ -301,7 +300,7 @@ def _deinterleave(words: Tensor) -> Tensor:
 
 
 def random_experts(g: torch.Generator, kind: Kind, use: Use, experts: int, outputs: int, inputs: int) -> Weight:
-    """A weight [E, N, K] of this kind whose products keep the variance of their inputs; on the generator's device."""
+    """A weight [E, N, K] in this format whose products keep the variance of their inputs; on the generator's device."""
     match kind:
         case "INT4":
             return random_int4(g, experts, outputs, inputs)
@@ -313,7 +312,7 @@ def random_experts(g: torch.Generator, kind: Kind, use: Use, experts: int, outpu
 
 
 def random_int4(g: torch.Generator, experts: int, outputs: int, inputs: int) -> Int4:
-    """INT4 [E, N, K] of any codes; scales keep the variance of a product's inputs. On the generator's device."""
+    """INT4 [E, N, K] with random codes; products keep the variance of their inputs. On the generator's device."""
     codes, groups = (experts, outputs, inputs // 8), (experts, outputs, inputs // INT4_GROUP)
     packed = torch.randint(-(2**31), 2**31, codes, dtype=torch.int32, generator=g, device=g.device)
     scale = (torch.rand(groups, generator=g, device=g.device) + 0.5) * (0.2 * inputs**-0.5)
@@ -321,9 +320,9 @@ def random_int4(g: torch.Generator, experts: int, outputs: int, inputs: int) -> 
 
 
 def random_nvfp4(g: torch.Generator, experts: int, outputs: int, inputs: int, stacked: int) -> Nvfp4:
-    """NVFP4 [E, N, K] of any codes; block scales of 1.5 to 2.5, and one in 256 at each end of e4m3's range.
+    """NVFP4 [E, N, K] with random codes; block scales of 1.5 to 2.5, and one in 256 at each end of e4m3's range.
 
-    stacked: matrices of equal height with a scale each, 2 where gate and up are stacked.
+    stacked: number of matrices of equal height with a scale each; 2 if gate and up are stacked.
     """
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, generator=g, device=g.device)
     groups = experts, outputs, inputs // NVFP4_GROUP
@@ -335,10 +334,10 @@ def random_nvfp4(g: torch.Generator, experts: int, outputs: int, inputs: int, st
 
 @dataclass(frozen=True)
 class Slabs:
-    """The shared expert's down projection, a bf16 weight [N, K], as `experts_down` streams it beside `Records`.
+    """The shared expert's down projection, a bf16 weight [N, K], in the layout that `experts_down` streams.
 
     data: bf16 [N / 64, K / 128, 4, 4, 16, 32], N and K padded to 128 with zeros. A slab's 64 rows are in order of K,
-    128 inputs of them in one bulk copy: four row tiles, four tiles of 32 inputs.
+    128 inputs per bulk copy: four row tiles, four tiles of 32 inputs.
     """
 
     data: Tensor
@@ -354,11 +353,11 @@ class Slabs:
         return Slabs(data.contiguous(), n, k)
 
     def dense(self) -> Tensor:
-        """[N, K] bf16: the weight that was given, bit for bit."""
+        """[N, K] bf16: the original weight, bit for bit."""
         rows = self.data.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(0, 2)
         return rows[: self.outputs, : self.inputs].contiguous()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, the padding counted."""
+        """Bytes of the data, including padding."""
         return self.data.nbytes

@@ -1,8 +1,8 @@
-"""A weight in tiles of 16 outputs x 32 inputs of bf16, or x 64 of int8, as the GPU's kernels stream it.
+"""A weight in tiles of 16 outputs x 32 inputs of bf16, or x 64 of int8, the layout that the GPU kernels stream.
 
-A tile is 1 KB, row-major, and is what one warp multiplies in two mma.sync, or in four: lane 4g + t finds its fragments
-in the t-th 16 bytes of row g, and in the same of row g + 8. Tiles of a row follow one another, so a warp's share of K
-is one bulk copy.
+A tile is 1 KB, row-major, and is multiplied by one warp in two mma.sync, or in four: lane 4g + t reads its fragments
+from the t-th 16 bytes of row g, and of row g + 8. The tiles of a row are consecutive, so a warp's share of K is one
+bulk copy.
 
 N outputs, K inputs.
 """
@@ -16,13 +16,13 @@ from torch import Tensor
 from redline.ops.formats import int8_round
 
 TILE_N, TILE_K = 16, 32
-PAD_K = 128  # inputs, to a multiple of which K is padded: four warps share it
-TILE_K_8, PAD_K_8 = 64, 256  # the same of a weight in 8 bits
-_ROWS_AT_ONCE = 4096  # of a weight that is rounded, so that float32 copies stay small
+PAD_K = 128  # K is padded to a multiple of this: four warps divide it
+TILE_K_8, PAD_K_8 = 64, 256  # the same for an 8-bit weight
+_ROWS_AT_ONCE = 4096  # rows of a weight that are rounded together; bounds the float32 copies
 
 
 def padded(size: int, to: int) -> int:
-    """The least multiple of `to` that is at least `size`."""
+    """The smallest multiple of `to` that is at least `size`."""
     return -(-size // to) * to
 
 
@@ -43,18 +43,18 @@ class Tiled:
         return Tiled(tiles.contiguous(), n, k)
 
     def dense(self) -> Tensor:
-        """[..., N, K] bf16: the weight that was given, bit for bit."""
+        """[..., N, K] bf16: the original weight, bit for bit."""
         full = self.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         return full[..., : self.outputs, : self.inputs]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K), the padding left out."""
+        """(..., N, K), without padding."""
         return (*self.data.shape[:-4], self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data, the padding counted."""
+        """Bytes of the data, including padding."""
         return self.data.nbytes
 
 
@@ -62,7 +62,7 @@ class Tiled:
 class Tiled8:
     """data int8 [N / 16, K / 64, 16, 64], N padded to 16 and K to 256 with zeros; scales float32 [N padded].
 
-    A number is its integer times the scale of its row.
+    A value is its integer times the scale of its row.
     """
 
     data: Tensor
@@ -72,9 +72,9 @@ class Tiled8:
 
     @staticmethod
     def prepare(weight: Tensor | Tiled, device: torch.device | None = None) -> "Tiled8":
-        """weight [N, K] in floating point or in tiles of bf16, on any device; new memory there, or on `device`.
+        """weight [N, K] in floating point or in bf16 tiles, on any device; new memory there, or on `device`.
 
-        Rounded as `int8_round` says.
+        Rounded by `int8_round`.
         """
         n, k = weight.shape
         device = device or weight.data.device
@@ -97,12 +97,12 @@ class Tiled8:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, K), the padding left out."""
+        """(N, K), without padding."""
         return self.outputs, self.inputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and scales, the padding counted."""
+        """Bytes of data and scales, including padding."""
         return self.data.nbytes + self.scales.nbytes
 
 

@@ -1,10 +1,10 @@
-"""Expanded latent attention of prompts' chunks on a GPU, by the library's fused attention.        H heads, V value.
+"""Expanded latent attention of prompt chunks on a GPU, with the library's fused attention.        H heads, V value.
 
-A chunk sees what came before it whole and itself causally: two calls, joined by their log-sum-exps. Chunks that
-begin their prompts are batched by like lengths (`mla.prefill_whole`).
+A chunk attends to its whole prefix and causally to itself: two calls, merged by their log-sum-exps. Chunks at the start
+of their prompts are batched by similar lengths (`mla.prefill_whole`).
 
 On an NVIDIA H200 cuDNN's attention reaches 624 TFLOP/s at 8,192 tokens, 64 heads of 192 and 128, where flash attention
-with filled values reaches 255 and the memory-efficient one 148 (benchmarks/results, docs/log.md).
+with padded values reaches 255 and the memory-efficient one 148 (benchmarks/results, docs/log.md).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from redline.kernels.inputs import Chunk
 from redline.ops.mla import Unfolding, prefill_whole
 from redline.wire.job import PAGE_TOKENS
 
-FILL = 256  # lengths are filled to multiples of this, since cuDNN plans anew for each shape
+FILL = 256  # lengths are padded to multiples of this, since cuDNN makes a new plan for each shape
 _ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -32,11 +32,11 @@ def attend_chunks(
     plane: Tensor,
     out_THV: Tensor,
 ) -> None:
-    """Attention of each chunk's tokens over their slot's context; the chunks' own rows are in their pages.
+    """Attention of each chunk's tokens over their slot's context; the chunks' own rows are already in their pages.
 
     q_THX bf16 [T, H, N + P], the last P of each head rotated. rows_T int64 [T]: page * 64 + place. tables int32 [slots,
-    pages per slot]. plane [pages, 64, R + P], any format: brought to q's dtype. Writes out_THV [T, H, V] at the chunks'
-    tokens.
+    pages per slot]. plane [pages, 64, R + P], any format: converted to q's dtype. Writes out_THV [T, H, V] at the
+    chunks' tokens.
     """
     with sdpa_kernel(_ORDER, set_priority=True):
         whole = [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]
@@ -49,7 +49,7 @@ def attend_chunks(
 
 
 def _later(q_CHX: Tensor, w: Unfolding, scale: float, start: int, table: Tensor, plane: Tensor) -> Tensor:
-    """-> o [C, H, V] of a chunk whose context begins before it."""
+    """-> o [C, H, V] of a chunk with a prefix."""
     count = q_CHX.shape[0]
     end = start + count
     pages = -(-end // PAGE_TOKENS)
@@ -85,7 +85,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -
     heads, count = q.shape[1:3]
     fill = 0, 0, 0, padded(count, FILL) - count
     q = torch.nn.functional.pad(q, fill)
-    if causal:  # only filled queries see the filled keys, which lie behind the last one
+    if causal:  # only padding queries see the padding keys, which come after the last key
         k, v = (torch.nn.functional.pad(x, fill) for x in (k, v))
     given = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     o, lse = given[0], given[1]

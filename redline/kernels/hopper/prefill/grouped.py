@@ -1,7 +1,8 @@
-"""Routed experts of many tokens, with codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
+"""Grouped GEMM of the routed experts for many tokens, with dequantisation inside.      T tokens, D hidden, K chosen.
 
-y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; for more than 32 tokens, of a prompt or decoding. Only the
-device knows how the tokens spread: no size here depends on it, so a step can be captured.
+y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; for more than 32 tokens, in prefill or decode. The
+distribution of tokens over experts is known only on the device. No size here depends on it, so a CUDA graph can capture
+the step.
 """
 
 import math
@@ -19,20 +20,20 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 _ITEMS = 3
-_STAGES: dict[str, tuple[int, int]] = {"up": (2, 5), "down": (2, 6)}  # of weights, of columns: all that fits
-_COLUMN_BYTES = 128  # of a step
-_GATHER_PARTS = 4  # blocks that share a tile
+_STAGES: dict[str, tuple[int, int]] = {"up": (2, 5), "down": (2, 6)}  # of weights, of columns: the most that fit
+_COLUMN_BYTES = 128  # per step
+_GATHER_PARTS = 4  # blocks per tile
 
 
 class GroupedExpertsArgs(NamedTuple):
-    """Adds up the weighted routed experts of each token."""
+    """Computes the weighted sum of each token's routed experts."""
 
-    x_TD: Tensor  # bf16 [T, D, or more columns that are not read]
+    x_TD: Tensor  # bf16 [T, D]; further columns are ignored
     ids_TK: Tensor  # int32 [T, K]
     weights_TK: Tensor  # float32 [T, K]
     up: Records  # [E, 2 I, D], gate first
     down: Records  # [E, D, I]
-    rstd_T: Tensor | None = None  # float32 [T or more]: what x is multiplied by, where it is not normed yet
+    rstd_T: Tensor | None = None  # float32 [T or more]: factor of x, if x is not normed yet
 
 
 def _reference(args: GroupedExpertsArgs) -> Tensor:
@@ -76,7 +77,7 @@ def _rows_kernel(
 
 def _product_kernel(records: Records) -> CudaKernel:
     form, (weight_stages, column_stages) = records.form, _STAGES[records.use]
-    # BF16 records follow one another along K: a slice may be any number of them.
+    # BF16 records are consecutive along K: a slice may be any number of them.
     inputs = BF16_INPUTS if records.kind == "BF16" else form.inputs
     sizes = {
         "PART": records.use.upper(),
@@ -109,7 +110,7 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
     x_bytes, y_bytes = rows * up.form.width * 2, pairs * down.form.tiles * 32
-    columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
+    columns_of_x = y = room(max(x_bytes, y_bytes))  # x is not read any more when y is written
     columns_of_h = room(rows * down.form.width * 2)
     gather = _Gather(
         x=x_TD,
@@ -129,9 +130,9 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
 
 
 def add_pairs(y: Tensor, ids_TK: Tensor, down: Records) -> Tensor:
-    """The sum of each token's rows of y, in the order of its choices: -> float32 [T, D].
+    """The sum of each token's rows of y, in the order of its choices -> float32 [T, D].
 
-    y: bf16, at least [T K, D padded]; of each 16 outputs, output g and output g + 8 side by side.
+    y: bf16, at least [T K, D padded]; of each 16 outputs, output g and output g + 8 are adjacent.
     """
     tokens, chosen = ids_TK.shape
     out = torch.empty(tokens, down.outputs, dtype=torch.float32, device=y.device)
@@ -141,12 +142,12 @@ def add_pairs(y: Tensor, ids_TK: Tensor, down: Records) -> Tensor:
 
 
 def _blocks(device: torch.device) -> int:
-    """Blocks of a product, one to a multiprocessor; under emulation two, the first of which does all the work."""
+    """Blocks of a matmul, one per multiprocessor; two under emulation, of which the first does all the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _cuda_fits(args: GroupedExpertsArgs) -> bool:
-    """Whether dtypes are right, a row of x is whole 16 bytes, D a multiple of 32, and experts are fewer than 512."""
+    """Whether dtypes are supported, rows of x are multiples of 16 bytes, D of 32, and there are under 512 experts."""
     right = (
         args.x_TD.dtype == torch.bfloat16
         and args.ids_TK.dtype == torch.int32
@@ -156,7 +157,7 @@ def _cuda_fits(args: GroupedExpertsArgs) -> bool:
 
 
 def _cost(args: GroupedExpertsArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each; x, and y in float32; the choices."""
+    """Bytes of the experts that are actually chosen, once each; x, and y in float32; the choices."""
     up = args.up
     chosen, pairs = args.ids_TK.unique().numel(), args.ids_TK.numel()
     read = (up.nbytes + args.down.nbytes) // up.experts * chosen

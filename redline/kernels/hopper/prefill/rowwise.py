@@ -1,7 +1,7 @@
-"""What is done to each token's row between two products of a GPU's step.        T tokens, D hidden, H heads, P rope.
+"""Row-wise ops between two matmuls of a GPU step.        T tokens, D hidden, H heads, P rope.
 
-Four ops, by Triton on a GPU (`triton/rows.py`). What a product reads is bf16, filled with zeros to a multiple of
-128 columns.
+Four ops, in Triton on a GPU (`triton/rows.py`). The inputs of matmuls are bf16, padded with zeros to a multiple of 128
+columns.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ def _filled(x_TK: Tensor) -> Tensor:
 
 
 class NormRowsArgs(NamedTuple):
-    """Adds the partial sum to the residual, and norms it for the product that follows."""
+    """Adds the partial sum to the residual, and norms it for the next matmul."""
 
     residual_TD: Tensor  # float32 [T, D]; changed in place
     partial_TD: Tensor | None  # float32 or bf16 [T, D]; None: nothing to add
-    gamma_D: Tensor  # float32 [D]: of the norm
+    gamma_D: Tensor  # float32 [D]: weight of the norm
     eps: float  # added to the mean square
 
 
@@ -75,15 +75,16 @@ def _norm_cases() -> Iterator[Case]:
 
 
 class SplitAArgs(NamedTuple):
-    """Norms the low-rank queries, and writes each token's latent row into its page."""
+    """Norms the low-rank queries, and writes each token's latent row to its page."""
 
     a_TA: Tensor  # float32 [T, Rq + R + P]: the product with W_a
-    q_gamma: Tensor  # float32 [Rq]: of the queries' norm
-    kv_gamma: Tensor  # float32 [R]: of the latent's norm
+    q_gamma: Tensor  # float32 [Rq]: weight of the queries' norm
+    kv_gamma: Tensor  # float32 [R]: weight of the latent's norm
     cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, P / 2]
-    rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
-    # [pages, 64, R + P], float32, bf16 or e4m3 (saturating); pages are contiguous, and may lie apart; written at rows_T
+    rows_T: Tensor  # int64 [T]: page * 64 + place, the cache row of each token
+    # [pages, 64, R + P], float32, bf16 or e4m3 (saturating), written at rows_T. Each page is contiguous, pages may be
+    # strided.
     plane: Tensor
     eps: float  # of both norms
 
@@ -105,7 +106,7 @@ def _split_cuda(args: SplitAArgs) -> Tensor:
 
 
 def _split_fits(args: SplitAArgs) -> bool:
-    """Whether R is a power of two: Triton's ranges are."""
+    """Whether R is a power of two, as Triton's ranges must be."""
     return args.kv_gamma.shape[0].bit_count() == 1
 
 
@@ -178,10 +179,10 @@ def _rotate_cases() -> Iterator[Case]:
 
 
 class SwigluArgs(NamedTuple):
-    """Computes silu(gate) * up of a product with a weight that `gates_weight` made."""
+    """Computes silu(gate) * up from the product with a weight made by `gates_weight`."""
 
-    gates_TG: Tensor  # float32 [T, G]: from column `first` on 8 gates, then their 8 ups, and so on
-    first: int  # a column: the router's rows, padded to 16
+    gates_TG: Tensor  # float32 [T, G]: from column `first` on 8 gates, the 8 ups, and so on
+    first: int  # first column: the number of router rows, padded to 16
     width: int  # I, divisible by 8
 
 

@@ -1,8 +1,8 @@
-"""Sorts the pairs of a step by expert, and cuts them into tiles.        T tokens, K chosen, E experts, R rows, C tiles.
+"""Sorts the (token, choice) pairs of a step by expert, and divides them into tiles.     T tokens, K chosen, E experts.
 
-A pair is (token, choice), numbered token * K + choice. An expert's pairs are rows of their own, in order, padded to a
-multiple of 8; and its rows are tiles of equal width, a multiple of 8 and at most `WIDEST` (the last tile may be
-narrower). How many there are only the device knows.
+A pair is (token, choice), numbered token * K + choice. Each expert's pairs are separate rows, in order, padded to a
+multiple of 8. Each expert's rows are divided into tiles of equal width, a multiple of 8 and at most `WIDEST` (the last
+tile may be narrower). The numbers of rows R and tiles C are known only on the device.
 """
 
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-WIDEST = 192  # 96 registers of sums in each thread of a warpgroup
+WIDEST = 192  # 96 accumulator registers in each thread of a warpgroup
 _THREADS = 512
 
 
 class Sorted(NamedTuple):
-    """The pairs in the order of experts. Both tensors have the worst case's size; what lies behind R and C is not set.
+    """The pairs in the order of experts. Both tensors have worst-case size; values beyond R and C are undefined.
 
-    columns: int32 [R or more, 2], each row's pair, or -1; and its router weight, the bits of a float32.
-    tiles: int32 [1 + C or more, 8]. First (C, 0, ...), whose zeros the products count with; then for each tile (expert,
-    the expert's first tile, how many it has, its first row, a tile's width, its rows, ...).
+    columns: int32 [R or more, 2], each row's pair, or -1; and its router weight, as the bits of a float32.
+    tiles: int32 [1 + C or more, 8]. First (C, 0, ...); its zeros are counters of the matmuls. Then for each tile
+    (expert, index of the expert's first tile, number of its tiles, first row, width of a tile, number of rows, ...).
     """
 
     columns: Tensor
@@ -32,23 +32,23 @@ class Sorted(NamedTuple):
 
 
 def most_rows(pairs: int, experts: int) -> int:
-    """R in the worst case: as many experts as can have pairs, each padded by 7 rows."""
+    """R in the worst case: the maximum number of experts have pairs, each padded by 7 rows."""
     return pairs + 7 * min(pairs, experts)
 
 
 def most_tiles(pairs: int, experts: int) -> int:
-    """C in the worst case: a tile that is not full for each expert that can have pairs, and full ones."""
+    """C in the worst case: one partial tile for each expert that can have pairs, and full tiles."""
     return min(pairs, experts) + pairs // WIDEST
 
 
 def tile_width(pairs: int) -> int:
-    """Columns of a tile of an expert with so many pairs."""
+    """Columns per tile of an expert with `pairs` pairs."""
     tiles = -(-pairs // WIDEST)
     return -(-pairs // tiles // 8) * 8
 
 
 class SortPairsArgs(NamedTuple):
-    """Sorts (token, choice) pairs by expert, and cuts each expert's into tiles."""
+    """Sorts (token, choice) pairs by expert, and divides each expert's pairs into tiles."""
 
     ids_TK: Tensor  # int32 [T, K]
     weights_TK: Tensor  # float32 [T, K]
@@ -56,7 +56,7 @@ class SortPairsArgs(NamedTuple):
 
 
 def _reference(args: SortPairsArgs) -> Sorted:
-    """What lies behind R rows is -1 here, and behind C tiles 0."""
+    """Values beyond R rows are -1 here, and beyond C tiles 0."""
     columns, tiles = _room(args.ids_TK, args.experts)
     ids, weights = args.ids_TK.flatten(), args.weights_TK.float().flatten()
     row, count = 0, 0
@@ -107,7 +107,7 @@ def _cuda(args: SortPairsArgs) -> Sorted:
 
 
 def _cuda_fits(args: SortPairsArgs) -> bool:
-    """Whether there are under 512 experts: each has a thread of the one block, and nine bits."""
+    """Whether there are under 512 experts: each has a thread of the only block, and nine bits."""
     return args.ids_TK.dtype == torch.int32 and args.weights_TK.dtype == torch.float32 and args.experts < 512
 
 

@@ -1,9 +1,9 @@
-"""The residual stream of a prompt's step, whose rows ranks divide among themselves.     T rows, D hidden, W any width.
+"""Sequence parallel residual stream of a prefill step: ranks divide its rows.     T rows, D hidden, W any width.
 
-Ranks add up what each has computed of a sublayer. Of steps of many rows a rank is given the sums of its own rows alone:
-it adds them to its residual, norms them, and all gather what each has made of its rows. Of fewer than DIVIDED for each
-rank all are whole on every rank. Rows that are divided come in parts, one of which is on its way while the other is
-computed.
+Each sublayer ends in a reduction over ranks. In large steps it is a reduce-scatter: each rank gets the sums of its own
+rows, adds them to its residual and norms them, and an all-gather distributes the results. With fewer than DIVIDED rows
+per rank it is an all-reduce, and every rank has all rows. Divided rows are processed in parts, so that the
+communication of one part overlaps with the computation of the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,30 +16,30 @@ from torch import Tensor
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 
-# Rows of a step, for each rank, from which ranks divide them. Measured at Kimi's sizes (prefill-two-h100.json,
-# prefill-four-h100.json), milliseconds of a layer with rows divided in one part, in two, and with rows whole: two H100
-# and 2,048 rows 4.1, 4.7, 4.3, 8,192 rows 12.9, 13.0, 13.7; four and 2,048 rows 3.7, 4.9, 3.5, 4,096 rows 4.6, 4.6
-# and 5.0, 8,192 rows 8.4, 8.2, 9.3.
+# Minimum rows per rank of a step for which ranks divide them. Measured at Kimi's sizes (prefill-two-h100.json,
+# prefill-four-h100.json), milliseconds per layer with rows divided in one part, divided in two parts, and not divided:
+# two H100 and 2,048 rows 4.1, 4.7, 4.3, 8,192 rows 12.9, 13.0, 13.7; four and 2,048 rows 3.7, 4.9, 3.5, 4,096 rows
+# 4.6, 4.6 and 5.0, 8,192 rows 8.4, 8.2, 9.3.
 DIVIDED = 1024
-PARTS, PART_ROWS = 2, 4096  # that rows come in, and at least so many rows of each
+PARTS, PART_ROWS = 2, 4096  # maximum number of parts, and minimum rows per part
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a step that come together, and the residual of those that are this rank's own."""
+    """Rows of a step that are communicated together, and the residual of this rank's rows among them."""
 
     rows: slice  # of the step
-    evened: int  # how many they are with those of zeros behind them, so that each rank has as many
+    evened: int  # number of rows including zero padding, so that each rank has the same number
     residual: Tensor  # float32 [evened / ranks, D], or of all rows; changed in place
-    sums: Callable[[], Tensor] | None = None  # gives once, float32 or bf16, what is to be added to it; None: nothing
+    sums: Callable[[], Tensor] | None = None  # finishes the pending reduction, float32 or bf16; call once. None: none
 
     @property
     def count(self) -> int:
-        """How many rows of the step there are."""
+        """Number of rows of the step in this part."""
         return self.rows.stop - self.rows.start
 
     def of(self, whole_TW: Tensor) -> Tensor:
-        """The part's rows of what all rows have, and zeros behind them: [evened, W]."""
+        """This part's rows of a tensor of all rows, padded with zeros: [evened, W]."""
         rows_W = whole_TW[self.rows]
         missing = self.evened - self.count
         return F.pad(rows_W, (0, 0, 0, missing)) if missing else rows_W
@@ -47,16 +47,16 @@ class Part:
 
 @dataclass(frozen=True)
 class PromptStream:
-    """What goes from block to block of a prompt's step, as `ResidualStream` does of tokens that decode."""
+    """The state between blocks of a prefill step; the counterpart of `ResidualStream` in decode steps."""
 
     tokens: int  # T
-    divided: bool  # whether a rank has its own rows alone
+    divided: bool  # whether a rank has only its own rows
     parts: tuple[Part, ...]
     group: Group
 
     @staticmethod
     def begin(tokens: int, residual: Callable[[slice], Tensor], group: Group = ALONE) -> "PromptStream":
-        """residual: float32 [rows, D] of rows of the step, in memory that is the stream's from then on."""
+        """residual: returns float32 [rows, D] for rows of the step; the stream takes ownership of the memory."""
         if group.ranks == 1 or tokens < DIVIDED * group.ranks:
             rows = slice(0, tokens)
             return PromptStream(tokens, False, (Part(rows, tokens, residual(rows)),), group)
@@ -73,18 +73,18 @@ class PromptStream:
         return PromptStream(tokens, True, tuple(parts), group)
 
     def normed(self, gamma_D: Tensor, eps: float) -> Iterator[Tensor]:
-        """Of each part this rank's own rows bf16 [., D padded to 128], with the sums that were begun added, normed.
+        """For each part this rank's rows bf16 [., D padded to 128], with the pending sums added, normed.
 
-        To be asked once: what has been added up comes once.
+        Can be iterated once, since pending sums can be finished only once.
         """
         for part in self.parts:
             yield norm_rows(part.residual, None if part.sums is None else part.sums(), gamma_D, eps)[1]
 
     def gather(self, own: Iterable[Tensor]) -> tuple[Tensor, Iterator[slice]]:
-        """Begins to gather what each rank has made of its own rows. own: of each part, [., W], taken one by one.
+        """Begins an all-gather of each rank's rows. own: for each part, [., W], taken one by one.
 
-        -> [T, W], and rows of it as they come, the same bits on all ranks. Whoever reads it takes them all first, or
-        reads rows that have come.
+        -> [T, W], and its ranges of rows as they arrive, with the same bits on all ranks. Readers must consume all
+        ranges first, or read only rows that have arrived.
         """
         if not self.divided:
             (all_TW,) = own
@@ -105,25 +105,25 @@ class PromptStream:
         return whole[: self.tokens], arriving()
 
     def whole(self, own: Iterable[Tensor]) -> Tensor:
-        """As `gather`, once all has come."""
+        """As `gather`, blocking until all rows have arrived."""
         all_TW, arriving = self.gather(own)
         for _ in arriving:
             pass
         return all_TW
 
     def adding(self, partial: Callable[[Part], Tensor]) -> "PromptStream":
-        """The stream behind a sublayer. partial: what this rank has computed of a part, float32 or bf16 [evened, D],
-        which is added up over ranks while that of the next is computed."""
+        """The stream after a sublayer. partial: computes this rank's partial sums of a part, float32 or bf16
+        [evened, D]; they are reduced over ranks while the next part is computed."""
         begin = self.group.begin_add_rows if self.divided else self.group.begin_add
         return replace(self, parts=tuple(replace(part, sums=begin(partial(part))) for part in self.parts))
 
     def added(self) -> "PromptStream":
-        """The stream with the sums that were begun in its residual."""
+        """The stream with all pending sums added to its residual."""
         for part in self.parts:
             if part.sums is not None:
                 part.residual.add_(part.sums())
         return self.settled()
 
     def settled(self) -> "PromptStream":
-        """The stream whose residual has all that was to be added to it."""
+        """The stream marked as having no pending sums."""
         return replace(self, parts=tuple(replace(part, sums=None) for part in self.parts))

@@ -1,8 +1,8 @@
-"""Logits as their rows' requests want them: bias, penalties, stop ids banned for a while, masks of allowed tokens.
+"""Logit adjustments by request: bias, penalties, stop ids banned up to a minimum length, masks of allowed tokens.
 
-What `run/sampling/on_host.adjusted` does, in its order and in float32, from numbers that only the device knows: where a
-slot stands, which tokens it has, which drafts stand before a position. A row that asks for nothing keeps its logits to
-the bit.
+Equivalent to `run/sampling/on_host.adjusted`, in the same order and in float32, but with inputs that only the device
+knows: a slot's length, its tokens, and the drafts before a position. Rows without adjustments keep their logits bit for
+bit.
 
 B rows of a step, K positions of each, T = B K; V vocabulary, W = ceil(V / 32) words of a mask.
 """
@@ -34,33 +34,33 @@ from redline.kernels.hopper.step.step_rows import (
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-MOST_BIASES = 300  # tokens of a slot that have a bias: as many as the API takes
-MOST_STOPS = 96  # ids that end a slot's answer: the API takes 64, and a model has a few of its own
-IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
+MOST_BIASES = 300  # maximum tokens with a bias per slot, the limit of the API
+MOST_STOPS = 96  # maximum stop ids per slot: the API allows 64, and a model has a few of its own
+IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 
-# Columns of `SlotWishes.tokens`: up to how many tokens of the slot its stop ids are banned; and ids, behind them -1.
+# Columns of `LogitAdjustments.tokens`: the slot length up to which stop ids are banned; then ids, padded with -1.
 STOPS_FROM = 0
 BIASED = slice(1, 1 + MOST_BIASES)
 STOPS = slice(BIASED.stop, BIASED.stop + MOST_STOPS)
-# Columns of `SlotWishes.numbers`: the penalties, and what is added to the tokens BIASED.
+# Columns of `LogitAdjustments.numbers`: the penalties, and the biases of the tokens BIASED.
 PRESENCE, FREQUENCY, REPETITION = range(3)
 BIASES = slice(3, 3 + MOST_BIASES)
 
-PART = 2048  # tokens of a block
+PART = 2048  # tokens per block
 THREADS = 256
 
 
 @dataclass(frozen=True)
-class SlotWishes:
-    """What slots ask of their logits. It is read only for rows whose plan has ADJUSTED."""
+class LogitAdjustments:
+    """The logit adjustments of each slot. Read only for rows with ADJUSTED in their plan."""
 
-    counts: Tensor  # int32 [slots, V]: how often the answer has a token, and IN_PROMPT where the prompt has it
+    counts: Tensor  # int32 [slots, V]: occurrences of a token in the answer, plus IN_PROMPT if it is in the prompt
     tokens: Tensor  # int32 [slots, STOPS.stop]
     numbers: Tensor  # float32 [slots, BIASES.stop]
 
     @classmethod
-    def empty(cls, slots: int, vocabulary: int, device: torch.device) -> "SlotWishes":
-        """Of slots that ask for nothing yet."""
+    def empty(cls, slots: int, vocabulary: int, device: torch.device) -> "LogitAdjustments":
+        """For slots without adjustments."""
         return cls(
             counts=torch.zeros(slots, vocabulary, dtype=torch.int32, device=device),
             tokens=torch.full((slots, STOPS.stop), -1, dtype=torch.int32, device=device),
@@ -69,23 +69,23 @@ class SlotWishes:
 
     @staticmethod
     def bytes_of(slots: int, vocabulary: int) -> int:
-        """Bytes that `empty` takes."""
+        """Bytes of the tensors of `empty`."""
         return slots * 4 * (vocabulary + STOPS.stop + BIASES.stop)
 
 
 class AdjustArgs(NamedTuple):
-    """Adjusts the logits of every position whose row asks for it."""
+    """Adjusts the logits of the positions of rows with adjustments."""
 
-    logits_TV: Tensor  # float32; rows may lie apart
-    ids_T: Tensor  # int64 [T]: what ran at each position; a position sees its row's ids up to its own as tokens
+    logits_TV: Tensor  # float32; rows may be strided
+    ids_T: Tensor  # int64 [T]: the input token of each position; a position counts its row's ids up to its own
     plan_BC: Tensor  # int64 [B, C]: SLOT and ALTERED are read
     results: Tensor  # int64 [B or more, RESULT_COLUMNS]: BEFORE is read
-    wishes: SlotWishes
-    masks_TW: Tensor  # int32 [T or more, W]: a bit for each token, 1 where it is allowed; read for rows that are MASKED
+    wishes: LogitAdjustments
+    masks_TW: Tensor  # int32 [T or more, W]: one bit per token, 1 if it is allowed; read for rows that are MASKED
 
 
 def reference(args: AdjustArgs) -> Tensor:
-    """-> float32 [T, V], with -inf for what is banned. No shape depends on a number, so a graph can record it."""
+    """-> float32 [T, V], with -inf for banned tokens. No data-dependent shapes, so a CUDA graph can capture it."""
     logits_TV, plan_BC, wishes = args.logits_TV, args.plan_BC, args.wishes
     (tokens, vocabulary), rows = logits_TV.shape, plan_BC.shape[0]
     positions = tokens // rows
@@ -120,9 +120,9 @@ def reference(args: AdjustArgs) -> Tensor:
 
 
 def count_tokens(plan_BC: Tensor, results: Tensor, counts: Tensor) -> None:
-    """Counts the tokens that a settled step has given to rows that are ADJUSTED. Recordable.
+    """Counts the tokens that a settled step has added to rows that are ADJUSTED. CUDA graphs can capture it.
 
-    counts: int32 [slots, V], as in `SlotWishes`.
+    counts: int32 [slots, V], as in `LogitAdjustments`.
     """
     rows, of_row_K = plan_BC.shape[0], torch.arange(MOST_POSITIONS, device=plan_BC.device)
     asked_B1 = plan_BC[:, ALTERED, None] & ADJUSTED > 0
@@ -162,7 +162,7 @@ def cuda(args: AdjustArgs) -> Tensor:
     adjusted_TV = torch.empty(tokens, vocabulary, dtype=torch.float32, device=logits_TV.device)
     width = 4 if vocabulary % 4 == step % 4 == logits_TV.data_ptr() % 16 == 0 else 1
     given = _Launch(
-        logits=logits_TV.data_ptr(),  # its rows may lie apart
+        logits=logits_TV.data_ptr(),  # rows may be strided
         ids=args.ids_T,
         plan=args.plan_BC,
         results=args.results,
@@ -186,15 +186,15 @@ def fits(args: AdjustArgs) -> bool:
 
 
 def cost(args: AdjustArgs) -> Cost:
-    """The logits are read and written once. Counts are read once for each row, not for each of its positions, and the
-    lists of its slot; masks once for each position. Rows that ask for nothing read neither, which is not counted."""
+    """The logits are read and written once. Counts, and the lists of a slot, are read once per row, not per position;
+    masks once per position. Rows without adjustments read neither, which is not taken into account."""
     rows, wishes = args.plan_BC.shape[0], args.wishes
     words = args.masks_TW[: args.logits_TV.shape[0]].nbytes
-    return Cost(2 * args.logits_TV.nbytes + words + SlotWishes.bytes_of(rows, wishes.counts.shape[1]))
+    return Cost(2 * args.logits_TV.nbytes + words + LogitAdjustments.bytes_of(rows, wishes.counts.shape[1]))
 
 
 def cases() -> Iterator[Case]:
-    """Rows that ask for everything, for some and for nothing, before and behind the least length of their answers."""
+    """Rows with all, some and no adjustments, before and after the minimum length of their answers."""
 
     def make(rows: int, real: int, positions: int, vocabulary: int):
         def inputs(g: torch.Generator) -> AdjustArgs:
@@ -206,7 +206,7 @@ def cases() -> Iterator[Case]:
             plan[:real, ALTERED], plan[real:, ALTERED] = drawn(4, real), 0
             results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
             results[:rows, BEFORE] = slots.lengths[plan[:, SLOT]]
-            wishes = SlotWishes.empty(real + 4, vocabulary, plan.device)
+            wishes = LogitAdjustments.empty(real + 4, vocabulary, plan.device)
             few = drawn(4, *wishes.counts.shape)
             wishes.counts[:] = (few - 1).clamp(min=0) + IN_PROMPT * drawn(2, *wishes.counts.shape) * (few > 1)
             wishes.numbers[:, :3] = torch.randn(real + 4, 3, generator=g)
@@ -229,6 +229,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=1 K=1", make(1, 1, 1, 512))
     yield Case("B=4 K=3, one to fill the shape, V no multiple of 4", make(4, 3, 3, 2051))
     yield Case("B=16 K=8", make(16, 12, 8, 300))
+    yield Case("B=4 K=16", make(4, 3, 16, 300))
+    yield Case("B=256 K=2", make(256, 250, 2, 64))
     yield Case("B=2 K=4 Kimi", make(2, 2, 4, 163840), small=False)
 
 

@@ -1,4 +1,4 @@
-"""`best` on a GPU: parts of a row in blocks of their own; the last of them to end has the row's answer."""
+"""`best` on a GPU: several blocks compute parts of a row; the last one to finish writes the row's result."""
 
 import functools
 
@@ -9,9 +9,9 @@ from redline.kernels.hopper.kernel import CudaKernel, emulating, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops import best as meaning
 
-MOST_ROWS = 512  # of one launch
+MOST_ROWS = 512  # maximum per launch
 THREADS = 512
-_BLOCKS = 264  # at once on an NVIDIA H200, two to a multiprocessor
+_BLOCKS = 264  # resident at once on an NVIDIA H200, two per multiprocessor
 _Launch = launch_record("step/best.cu", "BestLaunch")
 
 
@@ -24,13 +24,13 @@ def _kernel(width: int) -> CudaKernel:
 
 @functools.cache
 def _done(device: torch.device) -> Tensor:
-    """The rows' counters, int32 [512], zero between launches: only one launch runs on a device at a time."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`best` must run before it is recorded"
+    """The rows' counters, int32 [512], zero between launches; only one launch may run on a device at a time."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run `best` once before graph capture"
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
-    """The reference's result. The first call on a device makes the rows' counters; a graph can record later ones."""
+    """The reference's result. The first call on a device allocates the counters; later calls can be captured."""
     logits_RV = args.logits_RV
     assert logits_RV.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
     (rows, vocabulary), step, device = logits_RV.shape, logits_RV.stride(0), logits_RV.device
@@ -40,7 +40,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
     ids = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
     given = _Launch(
-        logits=logits_RV.data_ptr(),  # its rows may lie apart
+        logits=logits_RV.data_ptr(),  # rows may be strided
         found=found,
         done=_done(device),
         ids=ids,
@@ -53,7 +53,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.BestArgs) -> bool:
-    """Whether the logits are float32, each row is contiguous, and there are counters for at most 512 rows."""
+    """Whether the logits are float32, each row is contiguous, and there are at most 512 rows (one counter each)."""
     logits_RV = args.logits_RV
     return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.shape[0] <= MOST_ROWS
 

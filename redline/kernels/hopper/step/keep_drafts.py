@@ -1,6 +1,6 @@
-"""A drafted token of each row, kept in its slot, and the drafter's next row made of it.
+"""Stores a drafted token of each row in its slot, and makes the drafter's next row from it.
 
-The next row takes the token at the place behind, and sees one place more (`read_rows` says how a drafter's rows lie).
+The next row reads the token at the next place, and sees one more place (`read_rows` describes a drafter's rows).
 
 B rows of a step, P rope of the drafter.
 """
@@ -38,31 +38,32 @@ from redline.wire.job import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class NextRows:
-    """The drafter's row of each row of the step, [B]: what a pass reads."""
+    """The drafter's row of each row of the step, [B]: the inputs of a pass."""
 
     ids_B: Tensor  # int64
     cos_B: Tensor  # float32 [B, P / 2]
     sin_B: Tensor
     rows_B: Tensor  # int64: page * 64 + place
-    lengths_B: Tensor  # int32: places that it sees, its own included
+    lengths_B: Tensor  # int32: number of visible places, its own included
 
 
 class KeepDraftsArgs(NamedTuple):
-    """What `keep_drafts` takes."""
+    """Arguments of `keep_drafts`."""
 
     token_B: Tensor  # int64: the drafted tokens
     plan_BC: Tensor  # int64 [B, COLUMNS]
-    slots: SlotTensors  # its drafts and drafted are written
+    slots: SlotTensors  # `drafts` and `drafted` are written
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]; DRAFTED and DRAFTS are written
-    next: NextRows  # its lengths are those of the rows that were drafted from; all of it is written
+    next: NextRows  # on input its lengths are those of the rows that were drafted from; all fields are written
     frequencies: Tensor  # float32 [P / 2]: radians per position, the drafter's
     spare_page: int
 
 
 def reference(args: KeepDraftsArgs) -> None:
-    """A row that wants no more drafts keeps none, and neither does one that a match has drafted for.
+    """Rows that want no more drafts store none, and neither do rows with drafts from a suffix match.
 
-    Its next row, and that of a last draft, goes to the spare page. Recordable: no shape depends on a number.
+    Their next rows, and those after a last draft, go to the spare page. No data-dependent shapes, so a CUDA graph can
+    capture it.
     """
     plan_BC, slots, following = args.plan_BC, args.slots, args.next
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
@@ -77,7 +78,7 @@ def reference(args: KeepDraftsArgs) -> None:
     results[:, DRAFTED] = torch.where(live_B, done_B + 1, results[:, DRAFTED])
     results[of_row_B, DRAFTS + column_B] = torch.where(live_B, token_B, results[of_row_B, DRAFTS + column_B])
     place_B = following.lengths_B.long()
-    writes_B = live_B & (done_B + 1 < wanted_B) & (place_B <= limit_B - 2)  # behind the last draft no page is sure
+    writes_B = live_B & (done_B + 1 < wanted_B) & (place_B <= limit_B - 2)  # no page is guaranteed after the last draft
     page_B = slots.tables[slot_B, place_B * writes_B // PAGE_TOKENS].long()
     angle = (place_B - 1).float()[:, None] * args.frequencies
     following.ids_B.copy_(token_B * live_B)
@@ -104,7 +105,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: KeepDraftsArgs) -> None:
-    """One launch: a warp to a row."""
+    """One launch, a warp per row."""
     slots, following = args.slots, args.next
     count = args.plan_BC.shape[0]
     given = _Launch(
@@ -138,7 +139,7 @@ def cost(args: KeepDraftsArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Shapes of recorded steps, some rows of which only fill the shape up."""
+    """Shapes of captured steps, in which some rows are padding."""
 
     def make(rows: int, real: int, pages: int = 8):
         def inputs(g: torch.Generator) -> KeepDraftsArgs:
@@ -157,6 +158,7 @@ def cases() -> Iterator[Case]:
     yield Case("B=1", make(1, 1))
     yield Case("B=4, one to fill the shape", make(4, 3))
     yield Case("B=64", make(64, 40))
+    yield Case("B=256", make(256, 250))
 
 
 keep_drafts = Kernel(

@@ -1,7 +1,7 @@
-"""Behind a step, the rows of its tokens that a learned drafter reads, from what the step came to.
+"""After a step, makes the rows that a learned drafter reads, from the step's results.
 
-A drafter's row takes the token at place p + 1, is rotated by p, and lies at place p + 1 of its slot's pages; place 0
-holds nothing. Of each row of the step the accepted positions are read; the drafter drafts from the last of them.
+A drafter's row reads the token at place p + 1, is rotated by p, and is stored at place p + 1 of its slot's pages; place
+0 is unused. The accepted positions of each row of the step are read; the drafter drafts from the last of them.
 
 B rows of a step, K positions of each, T = B K; P rope of the drafter.
 """
@@ -36,20 +36,20 @@ from redline.wire.job import PAGE_TOKENS
 
 
 class ReadRows(NamedTuple):
-    """The drafter's rows [T], and of each row of the step [B] the one to draft from."""
+    """The drafter's rows [T], and for each row of the step [B] the one to draft from."""
 
     ids_T: Tensor  # int64: the rows' tokens
     cos_T: Tensor  # float32 [T, P / 2]
     sin_T: Tensor
-    rows_T: Tensor  # int64: page * 64 + place; the spare page for a position that did not hold
-    tails_T: Tensor  # int64: the page that the row's feature is the last of, or the spare page
-    last_B: Tensor  # int32: the row to draft from, counted over T
+    rows_T: Tensor  # int64: page * 64 + place; the spare page for a rejected position
+    tails_T: Tensor  # int64: the page whose last feature is the row's, or the spare page
+    last_B: Tensor  # int32: index among T of the row to draft from
     slots_B: Tensor  # int32
-    lengths_B: Tensor  # int32: places that it sees, its own included; 2 where the drafter does not read the row
+    lengths_B: Tensor  # int32: number of visible places, its own included; 2 if the drafter does not read the row
 
 
 class ReadRowsArgs(NamedTuple):
-    """What `read_rows` takes."""
+    """Arguments of `read_rows`."""
 
     plan_BC: Tensor  # int64 [B, COLUMNS]
     slots: SlotTensors
@@ -60,7 +60,7 @@ class ReadRowsArgs(NamedTuple):
 
 
 def reference(args: ReadRowsArgs) -> ReadRows:
-    """Recordable: no shape depends on a number. Places beyond a job's last page go to the spare one."""
+    """No data-dependent shapes, so a CUDA graph can capture it. Rows beyond a job's last page go to the spare page."""
     plan_BC, slots, positions = args.plan_BC, args.slots, args.positions
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
     results, limit_B = args.results[:rows], slots.facts[slot_B, LIMIT]
@@ -102,7 +102,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: ReadRowsArgs) -> ReadRows:
-    """One launch: a warp to a position."""
+    """One launch, a warp per position."""
     plan_BC, slots = args.plan_BC, args.slots
     count, pairs, device = plan_BC.shape[0], args.frequencies.shape[0], plan_BC.device
     tokens = count * args.positions
@@ -145,14 +145,14 @@ def cuda(args: ReadRowsArgs) -> ReadRows:
 
 
 def cost(args: ReadRowsArgs) -> Cost:
-    """Bytes of the plan and the results, and of what is made of them."""
+    """Bytes of the plan, the results, and the outputs."""
     rows = args.plan_BC.shape[0]
     made = rows * args.positions * (8 * args.frequencies.shape[0] + 24) + 12 * rows
     return Cost(args.plan_BC.nbytes + rows * 8 * (RESULT_COLUMNS + 2) + made)
 
 
 def random_results(g: torch.Generator, plan: Tensor, slots: SlotTensors, positions: int) -> Tensor:
-    """Settled results of a plan: some rows gave no token, some are at their limit."""
+    """Settled results of a plan: some rows produced no token, some are at their limit."""
     results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
     rows, slot = plan.shape[0], plan[:, SLOT]
     new = torch.randint(positions + 1, (rows,), generator=g) * (plan[:, ASKED] > 0)
@@ -163,7 +163,7 @@ def random_results(g: torch.Generator, plan: Tensor, slots: SlotTensors, positio
 
 
 def cases() -> Iterator[Case]:
-    """Shapes of recorded steps, some rows of which only fill the shape up."""
+    """Shapes of captured steps, in which some rows are padding."""
 
     def make(rows: int, real: int, positions: int, pages: int = 8):
         def inputs(g: torch.Generator) -> ReadRowsArgs:
@@ -179,6 +179,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=8 K=5", make(8, 8, 5))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
 
 
 read_rows = Kernel(Op("read_rows", ReadRowsArgs, reference, cost, cases, rtol=1e-6), cuda, "hopper")

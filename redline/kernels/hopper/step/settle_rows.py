@@ -1,7 +1,8 @@
-"""A decode step's end: which drafts hold, and the tokens that are certain, into their slots and into the results.
+"""The end of a decode step: verifies drafts, and appends the accepted tokens to their slots and to the results.
 
-Each position's token was drawn as without drafts, and a draft holds while it equals the draw (run/drafting/verify.py).
-Under synthetic acceptance, which is for benchmarks, a draw from (seed, position) alone says how many drafts hold.
+Each position's token was sampled as without drafts, and a draft is accepted while it equals the sample
+(run/drafting/verify.py). Under synthetic acceptance, which is for benchmarks, the number of accepted drafts is a random
+function of (seed, position).
 
 B rows of a step, K positions of each, T = B K, D = MOST_DRAFTS.
 """
@@ -42,18 +43,18 @@ from redline.ops.op import Case, Cost, Op
 
 
 class SettleRowsArgs(NamedTuple):
-    """Compares each row's drafts with what was drawn, and appends the tokens that are certain."""
+    """Compares each row's drafts with the samples, and appends the accepted tokens."""
 
-    token_T: Tensor  # int64 [T]: drawn at each position, in order
+    token_T: Tensor  # int64 [T]: the sample at each position, in order
     finite_T: Tensor  # bool [T]: whether its logits are finite
-    ids_T: Tensor  # int64 [T]: what ran at each position
-    plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    # Tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the drafter's,
-    # who makes the next ones unless a match does.
+    ids_T: Tensor  # int64 [T]: the input token of each position
+    plan_BC: Tensor  # int64 [B, C]: as in `step_rows`
+    # Tokens and lengths are written. `drafted` becomes 0, since a row's drafts have been verified, and `by` becomes
+    # BY_DRAFTER, since the drafter makes the next drafts unless there is a suffix match.
     slots: SlotTensors
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED* and TOKENS are written
-    # int64 [D], of 2^53: in how large a share of rounds the first 1, 2 ... drafts all hold, whatever was drawn there
-    # (`shares_of`); NO_SHARES: they hold while they equal what was drawn.
+    # int64 [D], in units of 2^-53: the share of rounds in which the first 1, 2 ... drafts are all accepted, whatever
+    # was sampled (`shares_of`); NO_SHARES: drafts are accepted while they equal the samples.
     shares_D: Tensor
 
 
@@ -61,27 +62,27 @@ NO_SHARES = (-1,) * MOST_DRAFTS
 
 
 def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
-    """What `shares_D` holds for these rates, from 0 to 1; for none, NO_SHARES. Drafts beyond the rates never hold."""
+    """`shares_D` for these rates, from 0 to 1; NO_SHARES if there are none. Drafts beyond the rates are rejected."""
     if not rates:
         return NO_SHARES
     return *(math.ceil(rate * 2**53) for rate in rates[:MOST_DRAFTS]), *(0,) * (MOST_DRAFTS - len(rates))
 
 
 def reference(args: SettleRowsArgs) -> None:
-    """No shape depends on a number, so a graph can record it."""
+    """No data-dependent shapes, so a CUDA graph can capture it."""
     plan_BC, slots, results = args.plan_BC, args.slots, args.results
     rows = plan_BC.shape[0]
     token_BK, finite_BK = args.token_T.view(rows, -1), args.finite_T.view(rows, -1)
     positions, slot_B, results = token_BK.shape[1], plan_BC[:, SLOT], results[:rows]
     length_B, of_row_K = results[:, BEFORE], torch.arange(positions, device=plan_BC.device)
-    # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+    # A wrong draft may cause non-finite logits that the answer itself would not have: later drafts are then rejected.
     holds_BK = finite_BK & (of_row_K < results[:, RAN, None])
     if positions > 1:
         draft_BD, synthetic = args.ids_T.view(rows, -1)[:, 1:], args.shares_D[0] >= 0
         draw_B1 = uniforms_of(slots.facts[slot_B, SEED], VERDICT, length_B)[:, None] * 2.0**53
         right_BD = torch.where(synthetic, draw_B1 < args.shares_D[: positions - 1], token_BK[:, :-1] == draft_BD)
         holds_BK[:, 1:] &= right_BD
-        # A draft that holds is the token, whatever was drawn there.
+        # An accepted draft is the token, whatever was sampled.
         held_BD = synthetic & (holds_BK.long().cumprod(1)[:, 1:] > 0)
         token_BK = torch.cat([torch.where(held_BD, draft_BD, token_BK[:, :-1]), token_BK[:, -1:]], 1)
     prefix_BK = holds_BK.long().cumprod(1)
@@ -107,7 +108,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: SettleRowsArgs) -> None:
-    """The reference's result; a thread has a row."""
+    """The reference's result; one thread per row."""
     slots = args.slots
     count = args.plan_BC.shape[0]
     given = _Launch(
@@ -130,12 +131,12 @@ def cuda(args: SettleRowsArgs) -> None:
 
 
 def cost(args: SettleRowsArgs) -> Cost:
-    """The positions' tokens read and written twice, their flags, the plan, and four numbers of a row."""
+    """The positions' tokens read and written twice, their flags, the plan, and four numbers per row."""
     return Cost(3 * args.token_T.nbytes + args.finite_T.nbytes + args.plan_BC.nbytes + 32 * args.plan_BC.shape[0])
 
 
 def cases() -> Iterator[Case]:
-    """Up to 64 rows of up to 8 positions, drafts that hold and not, rows that fill the shape, drawn verdicts."""
+    """Up to 256 rows, up to 16 positions of a row, accepted and rejected drafts, padding rows, synthetic acceptance."""
 
     def make(rows: int, real: int, positions: int, rates: Sequence[float] = ()):
         def inputs(g: torch.Generator) -> SettleRowsArgs:
@@ -159,6 +160,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=8 K=5", make(8, 8, 5))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
     yield Case("B=64 K=8, drawn verdicts", make(64, 40, 8, rates=(1.0, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2)))
 
 

@@ -1,6 +1,6 @@
-"""A decode step's beginning: slots take over what the plan tells, and its positions become a model's inputs.
+"""The beginning of a decode step: applies the plan to the slots, and makes the model's inputs from its positions.
 
-A slot is where a job's tokens lie. The host plans a step without knowing where its slots stand; the device knows.
+A slot holds a job's tokens. The host plans a step without knowing the slots' current lengths; the device knows them.
 
 B rows of a step, K positions of each, T = B K; C columns of a plan, P rope.
 """
@@ -18,40 +18,40 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-MOST_ROWS = 256  # of a step that is captured as a CUDA graph
-MOST_POSITIONS = 16  # of a row: its last token and its drafts
-MOST_STEP = 512  # positions of all rows together
-MOST_PAGES = 2  # new ones of a row that a plan has room for
+MOST_ROWS = 256  # maximum rows of a step that is captured as a CUDA graph
+MOST_POSITIONS = 16  # maximum per row: its last token and its drafts
+MOST_STEP = 512  # maximum positions of all rows together
+MOST_PAGES = 2  # maximum new pages of a row in one plan
 MOST_DRAFTS = MOST_POSITIONS - 1
 
 # Columns of a plan, int64.
 SLOT = 0
-ASKED = 1  # positions, at most: one and the drafts; 0: the row only fills the shape up
-LENGTH = 2  # of the slot, where the host knows better; else KEEP
-SLOT_FACTS = slice(3, 9)  # where LENGTH is given
-CELLS = slice(9, 9 + MOST_PAGES)  # of all page tables in one row, into which PAGES go
+ASKED = 1  # maximum positions: one and the drafts; 0: the row is padding
+LENGTH = 2  # new length of the slot, if the host has changed it; else KEEP
+SLOT_FACTS = slice(3, 9)  # valid if LENGTH is given
+CELLS = slice(9, 9 + MOST_PAGES)  # indices in the flattened page tables, into which PAGES are written
 PAGES = slice(CELLS.stop, CELLS.stop + MOST_PAGES)
-PROPOSE = PAGES.stop  # drafts that the drafter makes behind the row, at most; -1: it does not read the row
-MATCH = PROPOSE + 1  # tokens of the least match of the text's own past that is drafted from; 0: none is looked for
-GIVEN = MATCH + 1  # drafts that the host gives the row, in the place of those that wait in its slot
+PROPOSE = PAGES.stop  # maximum drafts that the drafter makes after the row; -1: it does not read the row
+MATCH = PROPOSE + 1  # minimum length in tokens of a suffix match to draft from; 0: suffix matching is off
+GIVEN = MATCH + 1  # number of drafts given by the host, which replace those in the slot
 DRAFTS_GIVEN = slice(GIVEN + 1, GIVEN + 1 + MOST_DRAFTS)
-GIVEN_BY = DRAFTS_GIVEN.stop  # who has made them (BY_*)
-ALTERED = GIVEN_BY + 1  # how the row's logits are altered before its tokens are chosen (ADJUSTED, MASKED)
+GIVEN_BY = DRAFTS_GIVEN.stop  # the source of the given drafts (BY_*)
+ALTERED = GIVEN_BY + 1  # how the row's logits are adjusted before sampling (ADJUSTED, MASKED)
 COLUMNS = ALTERED + 1
 
 KEEP = -1
-ADJUSTED, MASKED = 1, 2  # by what its slot asks for; by masks that the host writes. 3: by both; 0: not at all
+ADJUSTED, MASKED = 1, 2  # by the slot's logit adjustments; by masks that the host writes. 3: by both; 0: not at all
 
-# Facts of a slot, int64: its limit, and how its tokens are drawn. Three are the bits of a float64.
+# Facts of a slot, int64: its limit, and its sampling parameters. Three are the bits of a float64.
 LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
 FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 
-# Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, how many drafts
-# then lie behind them, who made those that were verified (BY_*) and those that lie behind; those tokens, those drafts.
+# Columns of a result, int64: the slot's length before the step, positions that ran, new tokens, number of drafts for
+# the next step, the source of the verified drafts (BY_*) and of the next drafts; the new tokens, the next drafts.
 BEFORE, RAN, NEW, DRAFTED, BY, DRAFTED_BY, TOKENS = range(7)
 DRAFTS = TOKENS + MOST_POSITIONS
 RESULT_COLUMNS = DRAFTS + MOST_DRAFTS
-BY_NOBODY, BY_DRAFTER, BY_SUFFIX, BY_GRAMMAR = range(4)  # a grammar has its drafts given by the host
+BY_NOBODY, BY_DRAFTER, BY_SUFFIX, BY_GRAMMAR = range(4)  # drafts of a grammar are given by the host
 
 DEFINES = {
     "PLAN_SLOT": SLOT,
@@ -85,53 +85,53 @@ DEFINES = {
     "MOST_POSITIONS": MOST_POSITIONS,
     "MOST_DRAFTS": MOST_DRAFTS,
 }
-THREADS = 256  # eight positions of a block
+THREADS = 256  # eight positions per block
 
 
 @dataclass(frozen=True)
 class SlotTensors:
-    """Where slots stand. The last one is no job's: what is not to be kept goes there as zeros, or is not written."""
+    """The state of all slots. The last one belongs to no job: discarded values go there as zeros, or are dropped."""
 
-    tokens: Tensor  # int64 [slots, reach]: each slot's tokens, its prompt's and its answer's
+    tokens: Tensor  # int64 [slots, reach]: each slot's tokens, of prompt and answer
     tables: Tensor  # int32 [slots, pages per slot]: its pages, in order
-    lengths: Tensor  # int64 [slots]: tokens that it has
-    facts: Tensor  # int64 [slots, FACTS]: its limit, and how its tokens are drawn
-    drafts: Tensor  # int64 [slots, MOST_DRAFTS]: what waits behind the slot's last token to be verified
-    drafted: Tensor  # int64 [slots]: how many of them there are
-    by: Tensor  # int64 [slots]: who made them (BY_*)
+    lengths: Tensor  # int64 [slots]: number of its tokens
+    facts: Tensor  # int64 [slots, FACTS]: its limit, and its sampling parameters
+    drafts: Tensor  # int64 [slots, MOST_DRAFTS]: drafts after the slot's last token, to be verified
+    drafted: Tensor  # int64 [slots]: number of these drafts
+    by: Tensor  # int64 [slots]: their source (BY_*)
 
     def or_nobody(self, which: Tensor, slots: Tensor) -> Tensor:
-        """`slots` where `which` holds, elsewhere the last slot. int64, in the shape that both broadcast to."""
+        """`slots` where `which` is true, elsewhere the last slot. int64, in the broadcast shape of both."""
         return torch.where(which, slots, self.lengths.shape[0] - 1)
 
 
 class StepRows(NamedTuple):
-    """The inputs of a step whose positions are all queries, as `Inputs` names them."""
+    """The inputs of a step of queries only, named as in `Inputs`."""
 
     ids_T: Tensor  # int64 [T]
     cos_T: Tensor  # float32 [T, P / 2]
     sin_T: Tensor  # float32 [T, P / 2]
-    rows_T: Tensor  # int64 [T]: page * 64 + place, where each position's latent goes
+    rows_T: Tensor  # int64 [T]: page * 64 + place, the cache row of each position's latent
     slots_Q: Tensor  # int32 [T]
-    lengths_Q: Tensor  # int32 [T]: tokens of each position's context, itself included
+    lengths_Q: Tensor  # int32 [T]: context length of each position, itself included
 
 
 class StepRowsArgs(NamedTuple):
-    """Takes over what a plan tells about its slots, and makes the inputs of every row's positions."""
+    """Applies a plan to its slots, and makes the inputs of every row's positions."""
 
     plan_BC: Tensor  # int64 [B, C], the columns above; B at most MOST_ROWS
-    slots: SlotTensors  # lengths, facts and tables are written where the plan tells them
+    slots: SlotTensors  # lengths, facts and tables are written if the plan contains new ones
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]; BEFORE and RAN of the first B rows are written
     frequencies: Tensor  # float32 [P / 2]: radians per position of each rope pair
     positions: int  # K, at most MOST_POSITIONS
-    spare_page: int  # a page of no slot, where latents go that are not to be kept
+    spare_page: int  # a page of no slot, for latents that are not kept
 
 
 def reference(args: StepRowsArgs) -> StepRows:
-    """-> the inputs of B K positions, row by row. No shape depends on a number, so a graph can record it.
+    """-> the inputs of B K positions, row by row. No data-dependent shapes, so a CUDA graph can capture it.
 
-    The drafts of a row are what the host gives it; where it gives none, what waits in the slot. A position that no row
-    needs repeats the first one of its row, and its latent goes to the spare page.
+    The drafts of a row are those given by the host, else those in the slot. An unused position repeats the first one of
+    its row, and its latent goes to the spare page.
     """
     plan_BC, slots, positions = args.plan_BC, args.slots, args.positions
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
@@ -144,7 +144,7 @@ def reference(args: StepRowsArgs) -> StepRows:
     ran_B = torch.minimum(torch.minimum(plan_BC[:, ASKED], 1 + count_B), limit_B - length_B).clamp(min=0)
     of_row_K = torch.arange(positions, device=plan_BC.device)
     live_BK = of_row_K < ran_B[:, None]
-    # A job at its limit has no page for its last token's position; the one before has been computed.
+    # A job at its limit has no page for its last token's position, but the previous position has been computed.
     start_B = torch.minimum(length_B - 1, limit_B - 2).clamp(min=0)
     place_BK = start_B[:, None] + of_row_K * live_BK
     last_B1 = slots.tokens[slot_B, start_B][:, None]
@@ -166,8 +166,8 @@ def reference(args: StepRowsArgs) -> StepRows:
 
 
 def _take_over(plan_BC: Tensor, slots: SlotTensors) -> None:
-    """Writes into the slots what the host knows better: new pages, and where a slot that it changed stands, whose
-    drafts are void."""
+    """Writes into the slots the values that the host has changed: new pages, and new lengths, which invalidate the
+    slot's drafts."""
     told_B = plan_BC[:, LENGTH] != KEEP
     into_B = slots.or_nobody(told_B, plan_BC[:, SLOT])
     slots.lengths[into_B] = plan_BC[:, LENGTH] * told_B
@@ -186,7 +186,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: StepRowsArgs) -> StepRows:
-    """The reference's result; a warp has a position."""
+    """The reference's result; one warp per position."""
     plan_BC, slots = args.plan_BC, args.slots
     count, pairs, device = plan_BC.shape[0], args.frequencies.shape[0], plan_BC.device
     tokens = count * args.positions
@@ -237,7 +237,7 @@ def cost(args: StepRowsArgs) -> Cost:
 
 
 def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
-    """Slots with different numbers of tokens and limits, which some have reached; the last one is empty."""
+    """Slots with different numbers of tokens and limits, some at their limit; the last one is empty."""
     reach = pages * PAGE_TOKENS + 1
     tables = torch.randperm((slots + 1) * pages, generator=g).to(torch.int32).view(slots + 1, pages)
     limits = torch.randint(2, reach, (slots + 1,), generator=g)
@@ -254,7 +254,7 @@ def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
 
 
 def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, positions: int) -> Tensor:
-    """`real` rows with a slot each, every second with news and a new page; behind them rows that fill the shape."""
+    """`real` rows with a slot each, every second one with changes and a new page; then padding rows."""
     nobody, pages = slots.tables.shape[0] - 1, slots.tables.shape[1]
     plan = torch.zeros(rows, COLUMNS, dtype=torch.int64)
     plan[:, SLOT] = torch.cat([torch.randperm(nobody, generator=g)[:real], torch.zeros(rows - real).long()])
@@ -277,7 +277,7 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
 
 
 def cases() -> Iterator[Case]:
-    """Up to 64 rows of up to 8 positions, rows that fill the shape, and a long context."""
+    """Up to 256 rows, up to 16 positions of a row, padding rows, and a long context."""
 
     def make(rows: int, real: int, positions: int, pages: int = 8):
         def inputs(g: torch.Generator) -> StepRowsArgs:
@@ -293,6 +293,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=1 K=1, a long context", make(1, 1, 1, pages=4096))
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
 
 
 step_rows = Kernel(

@@ -1,7 +1,8 @@
-"""Behind a settled step, drafts from the text's own past: what followed when a slot's latest tokens stood there before.
+"""After a settled step, drafts by suffix matching (prompt lookup): the tokens that followed an earlier occurrence of a
+slot's latest tokens.
 
-What `run/drafting/suffix.py` does for the host, from tokens that only the device knows yet, and over every earlier
-place rather than over some candidates.
+The counterpart of `run/drafting/suffix.py` on the host, for tokens that are so far known only on the device; it
+searches every earlier position rather than some candidates.
 
 B rows of a step.
 """
@@ -33,23 +34,23 @@ from redline.kernels.hopper.step.step_rows import (
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-WINDOW = 1 << 15  # tokens that are looked at; a place among them has 16 bits in what blocks compare
-SHORTEST = 3  # tokens that must match: one or two are often chance
-DEPTH = 32  # a longer match says no more
+WINDOW = 1 << 15  # number of tokens searched; a position among them has 16 bits in the keys that blocks compare
+SHORTEST = 3  # minimum match in tokens: matches of one or two are often chance
+DEPTH = 32  # maximum match in tokens; longer ones are not better
 THREADS = 1024
 
 
 class SuffixMatchArgs(NamedTuple):
-    """What `suffix_match` takes."""
+    """Arguments of `suffix_match`."""
 
     plan_BC: Tensor  # int64 [B, COLUMNS]: SLOT, ASKED and MATCH are read
-    slots: SlotTensors  # settled; drafts, drafted and by are written where a match is long enough
-    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS], settled; DRAFTED, DRAFTED_BY and DRAFTS are written there
+    slots: SlotTensors  # settled; drafts, drafted and by are written if a match is long enough
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS], settled; then DRAFTED, DRAFTED_BY and DRAFTS are written
 
 
 def reference(args: SuffixMatchArgs) -> None:
-    """The longest match counts, the latest of several; one that reaches into its own continuation is a repetition, and
-    goes on as one. Recordable: no shape depends on a number."""
+    """The longest match wins, the latest one if tied. A match that overlaps its continuation is a repetition, which is
+    continued periodically. No data-dependent shapes, so a CUDA graph can capture it."""
     plan_BC, slots = args.plan_BC, args.slots
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
     results, length_B = args.results[:rows], slots.lengths[slot_B]
@@ -59,7 +60,7 @@ def reference(args: SuffixMatchArgs) -> None:
     of_window_W = torch.arange(window, device=plan_BC.device)
     at_BW = (oldest_B[:, None] + of_window_W).clamp(max=slots.tokens.shape[1] - 1)
     text_BW = slots.tokens[slot_B[:, None], at_BW]
-    # Of the match that ends before place p of the window: how many tokens are equal, going back.
+    # For the match that ends before position p of the window: the number of equal tokens, counted backwards.
     going_BW = (of_window_W > 0) & (of_window_W < count_B[:, None])
     equal_BW = torch.zeros_like(text_BW)
     for back in range(1, DEPTH + 1):
@@ -96,7 +97,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: SuffixMatchArgs) -> None:
-    """The reference's result; a block has a row, and reads its window once."""
+    """The reference's result; one block per row, which reads its window once."""
     slots = args.slots
     given = _Launch(
         plan=args.plan_BC,
@@ -112,13 +113,13 @@ def cuda(args: SuffixMatchArgs) -> None:
 
 
 def cost(args: SuffixMatchArgs) -> Cost:
-    """The window of every row, at most, and its plan."""
+    """The maximum window of every row, and its plan."""
     rows = args.plan_BC.shape[0]
     return Cost(args.plan_BC.nbytes + rows * 8 * min(WINDOW, args.slots.tokens.shape[1]))
 
 
 def cases() -> Iterator[Case]:
-    """Texts of few different tokens, which repeat themselves often; and one longer than the window."""
+    """Texts with few distinct tokens, which repeat often, and one longer than the window."""
 
     def make(rows: int, real: int, pages: int, alphabet: int):
         def inputs(g: torch.Generator) -> SuffixMatchArgs:
@@ -134,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield Case("B=4, one to fill the shape", make(4, 3, 8, 4))
     yield Case("B=8, a repetition", make(8, 8, 4, 1))
     yield Case("B=64", make(64, 40, 8, 8))
+    yield Case("B=256", make(256, 250, 2, 8))
     yield Case("B=2, longer than the window", make(2, 2, 600, 20))
 
 

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""The checksum of bytes: every program adds up a part of the words, and adds that to the whole, in any order."""
+"""The checksum of bytes: every program sums a part of the words, and adds that to the total, in any order."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from redline.ops.checksum import FIRST, GAMMA, SECOND, mix, signed
 
 BLOCK = 1024  # words that a program mixes at once
-TURNS = 8  # blocks of a program: 64 KiB, so that a parcel of 4.5 MB has programs for half of an H200
+TURNS = 8  # blocks per program: 64 KiB, so that a chunk of 4.5 MB has enough programs for half of an H200
 
 _GAMMA = tl.constexpr(signed(GAMMA))
 _FIRST = tl.constexpr(signed(FIRST))
@@ -21,7 +21,7 @@ _SECOND = tl.constexpr(signed(SECOND))
 
 @triton.jit
 def _mix(x):
-    # A shift of a signed number repeats its sign, which the masks take away.
+    # A right shift of a signed number copies its sign bit, which the masks remove.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -46,7 +46,7 @@ def _add_up(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     tl.atomic_add(out, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["count", "key"])  # a 1 is a number too
+@triton.jit(do_not_specialize=["count", "key"])  # avoids a separate specialisation for the value 1
 def _checksum(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     _add_up(data, out, count.to(tl.int64), key.to(tl.int64), BLOCK, TURNS)
 
@@ -58,7 +58,7 @@ def _checksums(data, out, keys, count, BLOCK: tl.constexpr, TURNS: tl.constexpr)
 
 
 def checksum(data_N: Tensor, seed: int) -> Tensor:
-    """`ops.checksum`: -> int64 []. The bytes begin at a whole word."""
+    """`ops.checksum` -> int64 []. The bytes begin at a word boundary."""
     out = torch.zeros((), dtype=torch.int64, device=data_N.device)
     count = data_N.numel()
     programs = max(1, triton.cdiv(count // 8, BLOCK * TURNS))
@@ -67,10 +67,10 @@ def checksum(data_N: Tensor, seed: int) -> Tensor:
 
 
 def checksums(data_RN: Tensor, seeds: Sequence[int]) -> Tensor:
-    """`ops.checksums`: -> int64 [R]. Each row begins and ends at a whole word."""
+    """`ops.checksums` -> int64 [R]. Each row begins and ends at a word boundary."""
     rows, count = data_RN.shape
     keys_R = torch.tensor([signed(mix(seed)) for seed in seeds], dtype=torch.int64)
-    if data_RN.is_cuda:  # behind what the stream has, so nobody waits
+    if data_RN.is_cuda:  # queued on the stream, without synchronising
         keys_R = keys_R.pin_memory().to(data_RN.device, non_blocking=True)
     out_R = torch.zeros(rows, dtype=torch.int64, device=data_RN.device)
     programs = max(1, triton.cdiv(count // 8, BLOCK * TURNS)), rows

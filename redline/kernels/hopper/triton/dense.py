@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""The dense products of a decode step of 9 to 256 tokens, each with what follows it: one launch an op (`decode.dense`).
+"""Dense matmuls of a decode step of 9 to 256 tokens, each with its epilogue: one launch per op (`decode.dense`).
 
-A program has some outputs of up to 128 tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: it divides by the rms,
-rotates, computes SwiGLU or adds the residual. What they take beside their sums is asked for before the weights stream,
-and the first weights before the kernel in front has ended (`linear.begin`).
+A program computes some outputs of up to 128 tokens, float32 [BLOCK_N, BLOCK_T], and their epilogue: division by the
+rms, rotation, SwiGLU or the addition of the residual. The epilogue's inputs are requested before the weights stream,
+and the first weights before the preceding kernel has ended (`linear.begin`).
 """
 
 import torch
@@ -17,12 +17,12 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.hopper.triton.linear import begin, block_rows, follow, launch, multiply
 from redline.wire.job import PAGE_TOKENS
 
-_AT_ONCE = tl.constexpr(32)  # parts of squares that a program has loaded at a time
+_AT_ONCE = tl.constexpr(32)  # parts of squares that a program loads at a time
 
 
 @triton.jit
 def _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """1 / rms of each token. squares float32 [parts, stride]; PARTS: at least as many."""
+    """1 / rms of each token. squares float32 [parts, stride]; PARTS is at least `parts`."""
     sum_PT = tl.zeros((_AT_ONCE, BLOCK_T), tl.float32)
     for first in tl.static_range(0, PARTS, _AT_ONCE):
         part = first + tl.arange(0, _AT_ONCE)
@@ -57,7 +57,7 @@ def _project_a(
 
 
 def project_a(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.project_a` of 9 to 256 tokens; squares have a part of each program."""
+    """`decode.project_a` of 9 to 256 tokens; squares have one part per program."""
     tokens, rank_q, device = x.shape[0], gamma_Q.shape[0], x.device
     q = torch.empty(tokens, padded(rank_q, PAD_K), dtype=torch.bfloat16, device=device)
     outputs = max(w.outputs, q.shape[1])
@@ -77,7 +77,7 @@ def _turned(even, odd, c, s):
 @triton.jit
 def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE: tl.constexpr, RANK: tl.constexpr,
               ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """[latent, normed | key, rotated] of a token into its page."""
+    """Writes [normed latent | rotated key] of a token to its page."""
     saturates: tl.constexpr = plane.dtype.element_ty == tl.float8e4nv
     at = kv + token * (RANK + ROPE)
     row = tl.load(rows_T + token)
@@ -108,7 +108,7 @@ def _project_q(
     BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
     NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """The first `blocks` programs multiply; each of the others writes a token's row into its page."""
+    """The first `blocks` programs multiply; each of the others writes a token's row to its page."""
     block = tl.program_id(1)
     if block >= blocks:
         follow(DEPENDENT)
@@ -121,7 +121,7 @@ def _project_q(
         begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
         rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
         pair = first // 2 + tl.arange(0, BLOCK_N // 2)
-        turn = pair % ((NOPE + ROPE) // 2) - NOPE // 2  # of the rope, where it is not negative
+        turn = pair % ((NOPE + ROPE) // 2) - NOPE // 2  # index in the rope part, if it is not negative
         turned = (turn >= 0)[:, None] & (t < tokens)[None, :]
         angle_at = t[None, :] * (ROPE // 2) + turn[:, None]
         c = tl.load(cos + angle_at, mask=turned, other=1.0)
@@ -150,7 +150,7 @@ def project_q(
     plane: Tensor,
     eps: float,
 ) -> Tensor:
-    """`decode.project_q` of 9 to 256 tokens; writes the pages' rows too."""
+    """`decode.project_q` of 9 to 256 tokens; also writes the pages' rows."""
     tokens, rank, rope, width = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1], w.outputs // heads
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
     blocks = triton.cdiv(w.outputs, block_rows(w.outputs, tokens))
@@ -191,7 +191,7 @@ def _project_out(
 def project_out(
     y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.project_out` of 9 to 256 tokens; squares have a part of each program."""
+    """`decode.project_out` of 9 to 256 tokens; squares have one part per program."""
     tokens, device = y.shape[0], y.device
     residual = torch.empty(tokens, w.outputs, device=device)
     x = torch.empty(tokens, padded(w.outputs, PAD_K), dtype=torch.bfloat16, device=device)
@@ -217,7 +217,7 @@ def _partial_out(
 
 
 def partial_out(y: Tensor, w: Tiled | Slabs) -> Tensor:
-    """W y of 9 to 256 tokens, float32 [T, D]: what one rank has of `decode.project_out`."""
+    """W y of 9 to 256 tokens, float32 [T, D]: one rank's partial sums of `decode.project_out`."""
     out = torch.empty(y.shape[0], w.outputs, device=y.device)
     launch(_partial_out, w, y, w.outputs, (out,), (w.outputs,))
     return out
@@ -252,7 +252,7 @@ def _gates(
 
 
 def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.gates` of 9 to 256 tokens without the choice: -> (logits, h, rstd)."""
+    """`decode.gates` of 9 to 256 tokens without the choice of experts -> (logits, h, rstd)."""
     tokens, device, router_rows = x.shape[0], x.device, padded(experts, TILE_N)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, padded(width, PAD_K), dtype=torch.bfloat16, device=device)
@@ -264,7 +264,7 @@ def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: f
 
 
 def _squares(outputs: int, tokens: int, device: torch.device) -> Tensor:
-    """Room for the sums of squares, float32 [programs, T padded to 8]."""
+    """Uninitialised memory for the sums of squares, float32 [programs, T padded to 8]."""
     return torch.empty(triton.cdiv(outputs, block_rows(outputs, tokens)), padded(tokens, 8), device=device)
 
 

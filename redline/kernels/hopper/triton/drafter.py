@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""What a drafter's pass reads (`decode/drafter_rows.py`): one program a row, float32 inside."""
+"""The inputs of a drafter's pass (`decode/drafter_rows.py`): one program per row, float32 inside."""
 
 import torch
 import triton
@@ -32,7 +32,7 @@ def norm_states(features_TF: Tensor, norms_SD: Tensor, eps: float) -> Tensor:
 @triton.jit
 def _join_rows(ids, table, input_norm, feature, hidden_norm, finished, x, residual, T, D, X, eps,
                NORMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Programs up to T: a row of x. Those behind: the residual of a finished row."""
+    """The first T programs compute rows of x, the others the residual of a finished row."""
     program, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = d < D
     if program < T:

@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""Grouped-query attention over pages, for a drafter's Llama-style body (`decode/grouped.py`), by tensor cores.
+"""Grouped-query attention with paged KV, for a drafter's Llama-style layer (`decode/grouped.py`), on tensor cores.
 
-A program has the heads of one key head of one query, and a run of the query's pages, one split; a second launch
-combines the splits. Grids depend on the shape of a step alone; a query's pages are shared out by its own length.
+A program computes the heads of one key head of one query over a range of the query's pages, one split; a second launch
+combines the splits. Grids depend only on the shape of a step; a query's pages are divided by its own length.
 """
 
 import torch
@@ -19,7 +19,7 @@ from redline.wire.job import PAGE_TOKENS
 @triton.jit
 def _keep_rows(kv, cos, sin, rows, plane, page_stride, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, X: tl.constexpr,
                HALF: tl.constexpr):  # fmt: skip
-    """A program keeps one head of one token: keys are rotated, values are not."""
+    """A program stores one head of one token: keys are rotated, values are not."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, HALF)
     inside = i < X // 2
@@ -51,7 +51,7 @@ def keep_rows(kv_TR: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Te
 def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_width, page_stride, scale, skip, splits,
             first_key, PAGE: tl.constexpr, ROW_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
             ROWS: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):  # fmt: skip
-    """A row has ROW_HEADS key heads, of which these heads read KEY_HEADS from `first_key` on."""
+    """A row has ROW_HEADS key heads, of which these heads read KEY_HEADS, beginning with `first_key`."""
     query, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     token = tl.load(tokens + query).to(tl.int64)
     table = tables + tl.load(slots + query).to(tl.int64) * table_width

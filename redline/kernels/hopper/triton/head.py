@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""Logits of more than 8 rows by a head in 8 bits (`decode.head`): the integers become bf16, exactly, as they arrive."""
+"""Logits of more than 8 rows with an 8-bit head (`decode.head`): integers are converted to bf16, exactly, on load."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ BLOCK_K = 128
 @triton.jit
 def _head_8(x, weight, scales, y, tokens, outputs, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
-    """A program has BLOCK_N outputs of BLOCK_T tokens. x bf16 [T, K], K as stored."""
+    """A program computes BLOCK_N outputs of BLOCK_T tokens. x bf16 [T, K], K as stored."""
     n, t = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     real_n, real_t = n < outputs, t < tokens
@@ -54,5 +54,5 @@ def head_8(x_TK: Tensor, w: Tiled8) -> Tensor:
 
 
 def block_rows(outputs: int) -> int:
-    """Outputs of a program."""
+    """Outputs per program."""
     return 64 if outputs >= 4096 else TILE_N

@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""y = x W^T for 9 to some hundred tokens: W streams once, in its tiles.        T tokens, K inputs, N outputs.
+"""y = x W^T for 9 to some hundred tokens: W is streamed once, in its tiles.        T tokens, K inputs, N outputs.
 
-A kernel lets the grid behind it start at once, asks for its first weights, which no kernel writes, and only then waits
-for the grid in front (`begin`). Products of decode steps, with what follows them, are in `dense.py`.
+A kernel lets the next grid start at once, requests its first weights, which no kernel writes, and only then waits for
+the preceding grid (`begin`). Matmuls of decode steps with their epilogues are in `dense.py`.
 """
 
 import functools
@@ -21,16 +21,16 @@ from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled
 
 BLOCK_K = 128
-SMS = 132  # of an NVIDIA H200
-MOST_AT_ONCE = 64  # tokens that one program has of each output, with the sums of few outputs
-WIDE = 128  # tokens of a program where there are more
+SMS = 132  # multiprocessors of an NVIDIA H200
+MOST_AT_ONCE = 64  # maximum tokens of a program that keeps all tokens of its few outputs
+WIDE = 128  # tokens of a program if there are more
 _LINE = 128  # bytes of a prefetch
-_EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in front has ended
+_EARLY = 64 << 10  # bytes of weights that a program requests before the preceding grid has ended
 
 
 @triton.jit
 def follow(DEPENDENT: tl.constexpr):
-    """Lets the grid behind this one start, and waits for the grid in front to end; nothing where not DEPENDENT."""
+    """Lets the next grid start, and waits for the preceding grid to end; does nothing if not DEPENDENT."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -39,15 +39,15 @@ def follow(DEPENDENT: tl.constexpr):
 @triton.jit
 def begin(weight, first, last, K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr,
           DEPENDENT: tl.constexpr):  # fmt: skip
-    """As `follow`, but asks the L2 cache for the program's first weights before it waits.
+    """As `follow`, but prefetches the program's first weights to the L2 cache before it waits.
 
-    first: the program's first row. last: the element that begins the weight's last line. LINES: of 128 bytes, asked for
-    in each row tile.
+    first: the program's first row. last: the first element of the weight's last cache line. LINES: number of 128-byte
+    lines to prefetch in each row tile.
     """
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         tile = tl.arange(0, BLOCK_N // 16)[:, None]
-        stride: tl.constexpr = LINES * 64 if SLABS else 16 * K  # a program's rows of a slab lie in one piece
+        stride: tl.constexpr = LINES * 64 if SLABS else 16 * K  # a program's rows of a slab are contiguous
         at = (first // 16).to(tl.int64) * (16 * K) + tile * stride + tl.arange(0, LINES)[None, :] * 64
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weight + tl.minimum(at, last)],
@@ -61,8 +61,8 @@ def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl
              BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT: tl.constexpr):  # fmt: skip
     """-> float32 [BLOCK_N, BLOCK_T]. x bf16 [T, x_stride >= K]; K as stored, a multiple of BLOCK_K; n below `rows`.
 
-    SPLIT: sums that a program keeps of each output, of as many parts of every turn's inputs. The products of one sum
-    wait for one another; where a program has few outputs, one sum of each is that wait and little else.
+    SPLIT: number of accumulators per output, each for a part of the inputs of every iteration. Products of the same
+    accumulator wait for one another; a program with few outputs and one accumulator each mostly waits.
     """
     if SLABS:
         row = (n // 64).to(tl.int64) * (64 * K) + n % 64 // 16 * 2048 + (n % 16) * 32
@@ -100,7 +100,7 @@ def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl
 def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl.constexpr, LINES: tl.constexpr,
             SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
             SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """A program has BLOCK_N outputs of BLOCK_T tokens; neighbours have the same outputs, and share the weight."""
+    """A program computes BLOCK_N outputs of BLOCK_T tokens; adjacent programs share the outputs, so also the weight."""
     first = tl.program_id(1) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
@@ -112,7 +112,7 @@ def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl
 def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """x bf16 [T, K as stored or more], zero beyond the weight's K -> y [T, N] of that dtype; any number of tokens.
 
-    out: y, where there is memory for it.
+    out: memory for y, optional.
     """
     y = torch.empty(x_TK.shape[0], weight.outputs, dtype=dtype, device=x_TK.device) if out is None else out
     launch(_linear, weight, x_TK, weight.outputs, (y,), (weight.outputs, y.stride(0)))
@@ -120,10 +120,10 @@ def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None =
 
 
 def block_rows(outputs: int, tokens: int) -> int:
-    """Outputs of a program: up to 64 tokens the fewest of 16, 32 and 64 with which all programs run at once, else 64.
+    """Outputs per program: up to 64 tokens the least of 16, 32 and 64 with which all programs run at once, else 64.
 
-    Measured on an NVIDIA H200 at Kimi's sizes: where some multiprocessors have two programs, all wait for those. Of
-    more tokens x is what programs read most, so they have 128 outputs, where that leaves enough programs.
+    Measured on an NVIDIA H200 at Kimi's sizes: if some multiprocessors have two programs, all others wait for them.
+    With more tokens programs mostly read x, so they have 128 outputs, if that leaves enough programs.
     """
     if tokens <= MOST_AT_ONCE:
         return next((rows for rows in (TILE_N, 2 * TILE_N) if outputs <= rows * SMS), 4 * TILE_N)
@@ -131,31 +131,32 @@ def block_rows(outputs: int, tokens: int) -> int:
 
 
 class Turns(NamedTuple):
-    """How a program goes through its inputs."""
+    """How a program iterates over its inputs."""
 
-    inputs: int  # of a turn
-    split: int = 1  # as `multiply` has it
+    inputs: int  # per iteration
+    split: int = 1  # as in `multiply`
     stages: int = 5
-    tokens: int = MOST_AT_ONCE  # of a program
+    tokens: int = MOST_AT_ONCE  # per program
     warps: int = 4
 
 
 def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> Turns:
-    """Programs of few rows, which have less to wait for at once, take more inputs in a turn, as far as there is room.
+    """Programs with few rows have little work in flight, so they take more inputs per iteration, if memory allows.
 
-    Measured on an NVIDIA H100 at Kimi's sizes, microseconds by inputs of a turn and split (floor 6.3 and 10.9): the
-    gates of a rank of four, 16 rows a program, 16 tokens: 24.2 with (256, 1), 12.6 (512, 1), 10.3 (512, 4); 32 tokens:
-    14.1, 13.2, 11.2. Of a rank of two, 32 rows a program, 16 tokens: 24.0, 17.1, 17.8; 32 tokens: 18.3, 18.4, 19.3.
+    Measured on an NVIDIA H100 at Kimi's sizes, microseconds by (inputs per iteration, split), with a floor of 6.3 and
+    10.9: the gates of a rank of four, 16 rows per program, 16 tokens: 24.2 with (256, 1), 12.6 (512, 1), 10.3 (512, 4);
+    32 tokens: 14.1, 13.2, 11.2. Of a rank of two, 32 rows per program, 16 tokens: 24.0, 17.1, 17.8; 32 tokens: 18.3,
+    18.4, 19.3.
 
-    More than 64 tokens, measured on an NVIDIA H200, all five products of a layer together: 126 us at 128 tokens (floor
-    68) and 199 at 256. Taken 64 tokens at a time, so that weights come twice and four times, they took 190 and 349.
+    More than 64 tokens, measured on an NVIDIA H200, all five matmuls of a layer together: 126 us at 128 tokens (floor
+    68) and 199 at 256. At 64 tokens a time, which reads the weights two and four times, they took 190 and 349.
     """
     rows = block_rows(outputs, tokens)
     if tokens > MOST_AT_ONCE:
         if rows > 4 * TILE_N:
             turn = Turns(BLOCK_K // 2, stages=4, tokens=WIDE, warps=8)
-            return turn._replace(inputs=BLOCK_K, stages=3) if slabs else turn  # 128 inputs of a slab lie together
-        alone = tokens <= WIDE and 2 * -(-outputs // rows) <= SMS // 2  # few programs: two for the tokens
+            return turn._replace(inputs=BLOCK_K, stages=3) if slabs else turn  # 128 inputs of a slab are contiguous
+        alone = tokens <= WIDE and 2 * -(-outputs // rows) <= SMS // 2  # few programs: two divide the tokens
         return Turns(BLOCK_K, stages=4, tokens=WIDE // 2 if alone else WIDE)
     block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else MOST_AT_ONCE
     few = rows < 4 * TILE_N
@@ -174,9 +175,9 @@ def launch(
     beside: int = 0,
     **sizes: int,
 ) -> None:
-    """Launches a product's kernel over `outputs` rows, with `beside` programs more behind them.
+    """Launches a matmul kernel over `outputs` rows, plus `beside` additional programs.
 
-    It is given x, the weight, `tensors`, T, the rows that the weight has, its last line, x's stride, and `numbers`.
+    Its arguments are x, the weight, `tensors`, T, the weight's row count, its last line, x's stride, and `numbers`.
     """
     tokens, data, slabs = x_TK.shape[0], weight.data, isinstance(weight, Slabs)
     k = data.shape[1] * 128 if slabs else data.shape[-3] * 32
@@ -203,13 +204,13 @@ def launch(
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    """Whether a kernel may start before the one in front has ended: on Hopper and later chips."""
+    """Whether a kernel may start before the preceding one has ended: on Hopper and later chips."""
     return torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 @triton.jit
 def _lay_out(weight, dense, outputs, inputs, K: tl.constexpr, SLABS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A program has 16 rows of BLOCK_K inputs."""
+    """A program copies 16 rows of BLOCK_K inputs."""
     n = tl.program_id(1) * 16 + tl.arange(0, 16)
     k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     if SLABS:
@@ -224,7 +225,7 @@ def _lay_out(weight, dense, outputs, inputs, K: tl.constexpr, SLABS: tl.constexp
 
 
 def laid_out(weight: Tiled | Slabs) -> Tensor:
-    """[N, K] bf16: `weight.dense()`, which takes three times as long on an NVIDIA H200."""
+    """[N, K] bf16: as `weight.dense()`, which takes three times as long on an NVIDIA H200."""
     slabs = isinstance(weight, Slabs)
     k = weight.data.shape[1] * 128 if slabs else weight.data.shape[-3] * 32
     dense = torch.empty(weight.outputs, weight.inputs, dtype=torch.bfloat16, device=weight.data.device)

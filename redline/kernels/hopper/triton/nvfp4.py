@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""Weights to NVFP4 on a GPU, and INT4 to what it stands for: each weight is read once and kept in registers.
+"""Quantises weights to NVFP4 on a GPU, and dequantises INT4; each weight is read once and kept in registers.
 
-`quant.nvfp4.Part` says what a block's scale and codes are; the results are the same but for the order of sums.
+`quant.nvfp4.Part` defines a block's scale and codes; the results are equal except for the order of sums.
 """
 
 import math
@@ -16,19 +16,19 @@ from torch import Tensor
 
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
 
-BLOCKS, TURNS, WARPS = 64, 4, 4  # blocks of 16 weights that a program works on at once, and how often
-WORDS = 1024  # of 8 codes, that a program unpacks
+BLOCKS, TURNS, WARPS = 64, 4, 4  # blocks of 16 weights that a program processes at once, and number of iterations
+WORDS = 1024  # words of 8 codes that a program unpacks
 
 
 @triton.jit
 def _unit(byte):
-    # The e4m3 number of a positive byte: its bits stand as they are, but for the exponent's bias.
+    # The e4m3 value of a positive byte: its bits are used as float32 bits; the factor corrects the exponent's bias.
     return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit
 def _byte(x):
-    # The nearest e4m3 of 0 <= x <= 448, of two equally near ones the even. Below 2^-6 they stand 2^-9 apart.
+    # The nearest e4m3 of 0 <= x <= 448, ties to even. Below 2^-6 the spacing is 2^-9.
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     small = ((x * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
@@ -37,7 +37,7 @@ def _byte(x):
 
 @triton.jit
 def _nearest(y):
-    # The nearest e2m1 of y >= 0: steps of 1/2 up to 2, of 1 to 4, of 2 to 6. `Part._nearest` tells why this rounds.
+    # The nearest e2m1 of y >= 0: steps of 1/2 up to 2, of 1 to 4, of 2 to 6. `Part._nearest` explains the rounding.
     step = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.minimum(tl.maximum(step, 1.0), 4.0) * 6291456.0
     return tl.minimum((y + step) - step, 6.0)
@@ -58,7 +58,7 @@ def _round(
     BLOCKS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    # EXACT: scale is a power of two, so that a product with 1 / scale is the quotient.
+    # EXACT: scale is a power of two, so that multiplying by 1 / scale equals dividing by scale.
     tried = tried.to(tl.int64)
     nothing = tl.zeros([BLOCKS], tl.float32)
     sum_best, sum_plain, sum_squares, farthest = nothing, nothing, nothing, nothing
@@ -87,7 +87,7 @@ def _round(
         unit = _unit(best_byte)
         y = tl.div_rn(w, tl.zeros_like(w) + unit[:, None])
         value = _nearest(y)
-        # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
+        # From 1 on a code counts exponent and first fraction bit; below 1, halves.
         code = tl.maximum((value.to(tl.int32, bitcast=True) >> 22) - 252, tl.minimum(value * 2.0, 1.0).to(tl.int32))
         code = code | ((weight.to(tl.int32, bitcast=True) >> 28) & 8)
         low, high = tl.split(tl.reshape(code, [BLOCKS, GROUP // 2, 2]))
@@ -106,9 +106,10 @@ def _round(
 
 
 def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight [N, K] of any float dtype under a tensor scale, by the e4m3 bytes to try, as `quant.nvfp4.round_nvfp4`.
+    """Quantises a weight [N, K] of any float dtype under a tensor scale, trying the given offsets of the scale bytes.
 
-    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], what `totals` adds up). Does not wait for the GPU.
+    As `quant.nvfp4.round_nvfp4`. -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], input of `totals`). Does not
+    wait for the GPU.
     """
     N, K = weight_NK.shape
     weight = weight_NK.contiguous()
@@ -134,14 +135,14 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
             BLOCKS=BLOCKS,
             TURNS=TURNS,
             num_warps=WARPS,
-            enable_fp_fusion=False,  # a product is rounded before it is added to, as the reference's is
+            enable_fp_fusion=False,  # a product is rounded before the addition, as in the reference
         )
     return codes, scales, sums
 
 
 def totals(sums: Tensor) -> list[float]:
-    """Over the whole weight, of what each program has summed: [the squared error, the weights' squares, max scaling's
-    squared error, the largest error], all over the tensor scale. Waits for the GPU."""
+    """Totals over the whole weight of each program's sums: [the squared error, the weights' squares, max scaling's
+    squared error, the largest error], all divided by the tensor scale. Waits for the GPU."""
     told = sums.cpu().numpy()
     return [*told[:3].sum(1, dtype=np.float64).tolist(), float(told[3].max())]
 
@@ -158,7 +159,7 @@ def _unpack(packed, scale, out, count, WORDS: tl.constexpr, GROUP: tl.constexpr)
 
 
 def dequantize_int4(weight: Int4) -> Tensor:
-    """`Int4.dequantize`: float32 [..., N, K], to the bit."""
+    """`Int4.dequantize`: float32 [..., N, K], bit for bit."""
     out = torch.empty(weight.shape, device=weight.packed.device)
     packed, scale = weight.packed.contiguous(), weight.scale.contiguous()
     with torch.cuda.device_of(packed):

@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""What is done to each token's row between two products: norms, rotations, SwiGLU, the write into its page.
+"""Row-wise ops between two matmuls: norms, rotations, SwiGLU, and writing a row to its page.
 
-One program a token (or a token's head), float32 inside.
+One program per token (or per head of a token), float32 inside.
 """
 
 import torch
@@ -44,7 +44,7 @@ def add_norm(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, ep
 
 @triton.jit
 def as_stored(x, plane):
-    """x as a page holds it; e4m3 saturates, and NaN stays NaN."""
+    """x in the dtype of a page; e4m3 saturates, and NaN stays NaN."""
     if plane.dtype.element_ty == tl.float8e4nv:
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     return x.to(plane.dtype.element_ty)
@@ -80,7 +80,7 @@ def _split_a(
 def split_a(
     a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
 ) -> Tensor:
-    """a [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq to a multiple of 128], normed; writes the page rows.
+    """a [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq padded to 128], normed; also writes the page rows.
 
     R a power of two.
     """
@@ -114,7 +114,7 @@ def _rotate(q, cos, sin, heads, N, P, HALF: tl.constexpr, HEADS: tl.constexpr):
 
 
 def rotate_heads(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the last P of each head by its token's angles, in place. q bf16 [T, H, N + P]; cos, sin [T, P / 2]."""
+    """Rotates the last P of each head by its token's angles, in place. q bf16 [T, H, N + P]; cos, sin [T, P / 2]."""
     tokens, heads, width = q_THX.shape
     p = 2 * cos.shape[1]
     sizes = {"HALF": triton.next_power_of_2(p // 2), "HEADS": triton.next_power_of_2(heads)}
@@ -134,9 +134,9 @@ def _swiglu(gates, h, width, G_STRIDE, FIRST, H_STRIDE, BLOCK: tl.constexpr):
 
 
 def swiglu(gates_TG: Tensor, first: int, width: int) -> Tensor:
-    """silu(gate) * up of the product with a `gates` weight: from column `first` on, 8 gates, then their 8 ups, again.
+    """silu(gate) * up of the product with a `gates` weight: from column `first` on, 8 gates, their 8 ups, and so on.
 
-    -> bf16 [T, width to a multiple of 128, zeros there]
+    -> bf16 [T, width padded to 128 with zeros]
     """
     tokens = gates_TG.shape[0]
     h = torch.empty(tokens, padded(width, PAD_K), dtype=torch.bfloat16, device=gates_TG.device)
