@@ -1,6 +1,6 @@
 """The lending side of `lab.handoffs` as a separate process; it exchanges lines of JSON on stdin and stdout.
 
-It also corrupts some parcels before it offers them, and lets some leases expire before they can be read.
+It also corrupts some chunks before it offers them, and lets some leases expire before they can be read.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from redline.transport.choice import open_transport
 from redline.transport.ledger import TransferBufferPool
 from redline.wire.parcel import Ticket
 
-OUTSTANDING = 64  # maximum parcels lent at once
+OUTSTANDING = 64  # maximum chunks lent at once
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
@@ -44,7 +44,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lent(msgspec.Struct, frozen=True, tag=True):
-    """A parcel is offered to this receiver."""
+    """A chunk is offered to this receiver."""
 
     ticket: Ticket
     number: int
@@ -58,7 +58,7 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All parcels have been lent and returned, or not: bytes of the area, and how many of them are free."""
+    """All chunks have been lent and returned, or not: bytes of the area, and how many of them are free."""
 
     lent: int
     expired: int
@@ -95,7 +95,7 @@ def say(file: int, message: object) -> None:
 
 
 def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: int, receivers: int, seed: int) -> None:
-    """Lends `handoffs` parcels, and writes messages about them to a file. Raises AssertionError if the
+    """Lends `handoffs` chunks, and writes messages about them to a file. Raises AssertionError if the
     ledger is wrong.
     """
     draw, content = random.Random(seed + 1), Content(seed)
@@ -118,7 +118,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
         if lent < handoffs and len(lender.lent) < OUTSTANDING:
             size = int(LEAST * (most / LEAST) ** draw.random())
             to = f"receiver {draw.randrange(receivers)}"
-            # Most parcels have enough time; some have less than a read takes.
+            # Most chunks have enough time; some have less than a read takes.
             parcel = lender.lend(size, to, draw.uniform(0.0001, 0.01) if draw.random() < 0.1 else 1.0)
             if parcel is None:
                 continue
@@ -151,7 +151,7 @@ def main() -> None:
     transport = open_transport(asked.transport, asked.folder)
     try:
         lend(out, transport, asked.area_bytes, asked.most, asked.handoffs, asked.receivers, asked.seed)
-        sys.stdin.buffer.read()  # the other side still reads offered parcels
+        sys.stdin.buffer.read()  # the other side still reads offered chunks
     finally:
         transport.close()
 

@@ -1,4 +1,4 @@
-"""The data that `lab.handoffs` sends, and its reader: each parcel's bytes follow from its number, so a reader can check
+"""The data that `lab.handoffs` sends, and its reader: each chunk's bytes follow from its number, so a reader can check
 them without the checksum.
 """
 
@@ -16,7 +16,7 @@ from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
 from redline.wire.parcel import Ticket
 
-_TABLE = 8 << 20  # random bytes; each parcel is a slice of them
+_TABLE = 8 << 20  # random bytes; each chunk is a slice of them
 NUMBER = 8  # bytes of the number in front: two numbers never have the same bytes
 LEAST = 2 * NUMBER
 
@@ -25,7 +25,7 @@ LINKS = ("dropped", "failing")
 
 
 class Content:
-    """The bytes of parcel `number`: the number, and a slice of a table selected by its number and seed."""
+    """The bytes of chunk `number`: the number, and a slice of a table selected by its number and seed."""
 
     def __init__(self, seed: int) -> None:
         table = np.random.default_rng(seed).integers(0, 256, _TABLE, np.uint8)
@@ -36,12 +36,12 @@ class Content:
         return self._address + number * 1_000_003 % (_TABLE - size + 1)
 
     def write(self, address: int, number: int, size: int) -> None:
-        """Writes the parcel's bytes to this address."""
+        """Writes the chunk's bytes to this address."""
         ctypes.memmove(address, self._place(number, size), size)
         ctypes.memmove(address, number.to_bytes(NUMBER, "little"), NUMBER)
 
     def is_at(self, address: int, number: int, size: int) -> bool:
-        """Whether the bytes at this address are the parcel's, byte for byte."""
+        """Whether the bytes at this address are the chunk's, byte for byte."""
         if ctypes.string_at(address, NUMBER) != number.to_bytes(NUMBER, "little"):
             return False
         place = self._place(number, size) + NUMBER
@@ -74,7 +74,7 @@ class Content:
 
 @dataclass
 class Tally:
-    """Counts of the parcels' outcomes."""
+    """Counts of the chunks' outcomes."""
 
     accepted: int = 0
     wrong_bytes_accepted: int = 0
@@ -133,7 +133,7 @@ def plainly(begin: Callable[[], Reading]) -> tuple[Reading, Harm | None]:
 
 
 class Receiver:
-    """Reads parcels into its own landing area, several at once, and verifies each.
+    """Reads chunks into its own landing area, several at once, and verifies each.
 
     through: begins a read, and returns it with the fault of its link. deadline_s: of a read.
     """
@@ -153,15 +153,15 @@ class Receiver:
 
     @property
     def busy(self) -> int:
-        """How many offered parcels are not finished."""
+        """How many offered chunks are not finished."""
         return len(self._waiting) + len(self._under)
 
     def offer(self, offered: Offered) -> None:
-        """Accept the offer of a parcel."""
+        """Accept the offer of a chunk."""
         self._waiting.append(offered)
 
     def turn(self) -> list[Ticket]:
-        """Begins reads for which there is room, and polls those in flight. -> tickets of finished parcels."""
+        """Begins reads for which there is room, and polls those in flight. -> tickets of finished chunks."""
         while self._waiting:
             space = self._spaces.lend(self._waiting[0].ticket.size, "a read", 1e9)
             if space is None:

@@ -5,12 +5,12 @@
     python -m lab.handoffs --transport nixl --handoffs 10000
     UCX_TLS=tcp,self python -m lab.handoffs --transport nixl --handoffs 10000 --stops 0
 
-`memory` is one process, tiny parcels and a simulated clock: reads that are slow, torn, dropped, failing or corrupted,
+`memory` is one process, tiny chunks and a simulated clock: reads that are slow, torn, dropped, failing or corrupted,
 leases that expire during a read, regions that are reused during it, receivers that leave, and receivers that are
-wrongly considered gone. `shared` and `nixl` are two processes, parcels up to 1 MiB, real time, and an owner that is
+wrongly considered gone. `shared` and `nixl` are two processes, chunks up to 1 MiB, real time, and an owner that is
 stopped several times for 0.7 s, longer than the timeout of a read (not over NIXL and TCP: docs/kv_transfer.md).
 
-What must hold: no parcel with a wrong byte is accepted, every injected fault is detected, no parcel with right bytes is
+What must hold: no chunk with a wrong byte is accepted, every injected fault is detected, no chunk with right bytes is
 refused, and every byte of every area is returned. Exits with 1 otherwise. The result is saved as JSON, with the speed
 of reads of 4.5 MB, verified and not, compared with a plain copy of the same size measured in alternation.
 """
@@ -47,11 +47,11 @@ RECEIVERS = 4
 TICK_S = 0.001  # of the simulated clock within one process
 PIECE = 61 * 73_728  # bytes: a page of 64 tokens of Kimi K2.6, all 61 layers, bf16
 ROUNDS = 9
-SILENCE_S = 30.0  # without a message of the lender, or the end of a parcel
+SILENCE_S = 30.0  # without a message of the lender, or the end of a chunk
 
 
 def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tally, dict[str, int]]:
-    """-> the outcomes of the parcels, and the ledger's own counts. Raises AssertionError if a ledger is wrong."""
+    """-> the outcomes of the chunks, and the ledger's own counts. Raises AssertionError if a ledger is wrong."""
     draw, content, tally = random.Random(seed), Content(seed), Tally()
     now = 0.0
     link = _Link(draw, content)
@@ -95,7 +95,7 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
                 book["dropped while filled"] += 1
             else:
                 address = area.memory.address + parcel.offset
-                assert content.is_at(address, number, parcel.size), "two parcels overlap"
+                assert content.is_at(address, number, parcel.size), "two chunks overlap"
                 ticket = lender.offer(parcel, of_memory(address, parcel.size, parcel.seed))
                 if ticket is not None and parcel.to in live:
                     live[parcel.to].offer(Offered(ticket, number))
@@ -236,7 +236,7 @@ def _receive(
                         say(to, Taken(ticket.id, ticket.epoch))
                 clock.sleep(0.001)
             os.kill(lender, signal.SIGCONT)
-        assert clock.monotonic() - quiet < SILENCE_S, "no parcel arrives and none ends"
+        assert clock.monotonic() - quiet < SILENCE_S, "no chunk arrives and none ends"
         assert heard.open, "the lender has ended"
         working.show(lent, handoffs)
     for one in receivers.values():

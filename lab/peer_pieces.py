@@ -4,7 +4,7 @@ CPU.
     python -m lab.peer_pieces [--devices 0 1] [--mib 1 4 16 64] [--layers 8] [--pages 448]
         [--transport auto] [--device cuda] [--save FILE]
 
-An owner, a separate process, has random pages of Kimi's width, gathers them into KV chunks (parcels) of each size, and
+An owner, a separate process, has random pages of Kimi's width, gathers them into KV chunks of each size, and
 lends them; this process is the reader. For each size it measures, in GB/s, how fast the owner gathers chunks and
 computes checksums; how fast chunks are read, all offered at once; and how fast they are read, verified and placed into
 pages, as in a worker (`worker/arrivals.py`), without other load. These are compared with one read of the whole area
@@ -54,7 +54,7 @@ MIB = 1 << 20
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """All pages, gathered into parcels of one size. area: the area's address. seconds: time of gathering."""
+    """All pages, gathered into chunks of one size. area: the area's address. seconds: time of gathering."""
 
     area: bytes
     gpu: str
@@ -80,7 +80,7 @@ def settle(device: torch.device) -> None:
 
 
 def owner(asked: argparse.Namespace) -> None:
-    """The owner's process: for each number on its standard input it lends all pages in parcels of that many MiB."""
+    """The owner's process: for each number on its standard input it lends all pages in chunks of that many MiB."""
     device = pick_device(asked.device)
     carrier = carriers(asked.transport, asked.folder, device)[0]
     kv = pages_of(asked.layers, asked.pages, device, seed=1)
@@ -104,7 +104,7 @@ def owner(asked: argparse.Namespace) -> None:
 
 
 def gathered(departures: KvSender[None], parcels: KvChunkLayout, pages: int) -> tuple[ChunkReady, ...]:
-    """Gathers all pages into parcels."""
+    """Gathers all pages into chunks."""
     offers: list[ChunkReady] = []
     pieces = list(parcels.pieces(0, pages * PAGE_TOKENS, pages * PAGE_TOKENS))
     for piece in pieces:
@@ -138,7 +138,7 @@ class Reader:
         return clock.perf_counter() - began
 
     def place(self, peer: Peer, arrivals: KvReceiver[None], offers: Sequence[ChunkReady]) -> float:
-        """Seconds until all parcels are verified and in their pages, which differ from the owner's pages."""
+        """Seconds until all chunks are verified and in their pages, which differ from the owner's pages."""
         waiting, pages = deque(offers), range(self.pages - 1, -1, -1)
         settle(self.device)
         began = clock.perf_counter()

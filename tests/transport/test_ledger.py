@@ -28,9 +28,9 @@ class Book(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.lender = TransferBufferPool(AREA, lambda: self.now, first_epoch=100)
-        self.owner: dict[int, KvChunk] = {}  # unit of ALIGNED bytes -> the parcel that holds it
-        self.filled: set[int] = set()  # epochs of parcels that have been offered
-        self.lost: set[int] = set()  # epochs of parcels that will not be read
+        self.owner: dict[int, KvChunk] = {}  # unit of ALIGNED bytes -> the chunk that holds it
+        self.filled: set[int] = set()  # epochs of chunks that have been offered
+        self.lost: set[int] = set()  # epochs of chunks that will not be read
         self.epochs: set[int] = set()
 
     def units(self, parcel: KvChunk) -> range:
@@ -53,7 +53,7 @@ class Book(RuleBasedStateMachine):
             need, run = -(-size // ALIGNED), 0
             for unit in range(AREA // ALIGNED):
                 run = 0 if unit in self.owner else run + 1
-                assert run < need, "there was room for the parcel"
+                assert run < need, "there was room for the chunk"
             return multiple()
         assert parcel.epoch not in self.epochs
         assert (parcel.size, parcel.to, parcel.deadline) == (size, to, self.now + seconds)
