@@ -143,7 +143,7 @@ def _decode(runner: Runner, row: Row) -> Any:
     return given
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "led by the host"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["captured", "eager"])
 def test_a_result_says_who_made_the_drafts(recorded: bool):
     """The prompt repeats itself, so the suffix matches until the answer differs; then the drafter drafts."""
     asked = job("asked", prompt(seed=2, length=20) * 3, max_tokens=60, logprobs=None, logit_bias=((9, 1.0),))
