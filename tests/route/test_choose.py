@@ -135,7 +135,7 @@ def test_answers_near_their_promise_are_not_held_up_for_a_first_token_that_has_t
 
 
 def test_a_first_token_that_is_late_anyway_is_not_bought_with_the_answers_of_others() -> None:
-    """In the prefill queue the prompt would get its first token after 12 s, with a TTFT target of 1.5 s; on a worker with
+    """In the prefill queue the prompt would wait for 12 s, with a TTFT target of 1.5 s; on a worker with
     30 answers it would start at once and take 2 s, but then all of these answers would miss their target.
     """
     promised = Targets(ttft_s=1.5, itl_s=0.05)
