@@ -133,17 +133,17 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-KvReceiver = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part received
+Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part received
 
 
-async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[KvReceiver]:
+async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
     """Requests all prompts at once; returns the received parts with their times. They are parsed later, since parsing
     takes a core.
 
     Raises RedlineError if a stream breaks off.
     """
 
-    async def one(prompt: Sequence[int]) -> KvReceiver:
+    async def one(prompt: Sequence[int]) -> Arrivals:
         body = {
             "prompt": prompt,
             "max_tokens": new,
@@ -152,7 +152,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        found: KvReceiver = []
+        found: Arrivals = []
         async with asyncio.timeout(ANSWER_S), connection(port) as (reader, writer):
             writer.write(post("/v1/completions", json.dumps(body).encode()))
             while part := await reader.read(READ_BYTES):
@@ -165,7 +165,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
         raise RedlineError(f"a stream broke off: {error or type(error).__name__}") from None
 
 
-def progress_of(stream: KvReceiver, new: int) -> list[tuple[float, int]]:
+def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
     """(seconds on the clock, tokens of the answer so far) for each part of the stream that has a count.
 
     Raises RedlineError if the answer is incomplete, or does not have `new` tokens.
@@ -184,7 +184,7 @@ def progress_of(stream: KvReceiver, new: int) -> list[tuple[float, int]]:
     return found
 
 
-def decode_rate(streams: Sequence[KvReceiver], new: int) -> float:
+def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
     """Tokens/s of all streams together, from the moment at which all have begun to the last token.
 
     new: tokens of each answer. Raises RedlineError if a stream is incomplete, or if all tokens arrived at one time.
@@ -198,7 +198,7 @@ def decode_rate(streams: Sequence[KvReceiver], new: int) -> float:
     return (new * len(streams) - before) / (end - start)
 
 
-def prefill_rate(streams: Sequence[KvReceiver], prompt: int, began: float) -> float:
+def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> float:
     """Prompt tokens/s of all streams, from `began` until each has its first token. prompt: tokens of each prompt.
 
     Raises RedlineError if a stream does not have exactly one token.

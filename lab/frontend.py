@@ -37,13 +37,13 @@ from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
 from redline.api.metrics import Metrics
 from redline.api.openai import Streaming
-from redline.api.pour import DIRECT, ImmediateWriter
 from redline.api.server import uvicorn_config
 from redline.api.sse import DONE, ChatStream
+from redline.api.stream_flusher import DIRECT, ImmediateWriter
 from redline.chat.events import Text
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
-from redline.route.links import WorkerHandle
+from redline.route.worker_registry import WorkerHandle
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId

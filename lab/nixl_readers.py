@@ -30,7 +30,7 @@ from redline import clock
 from redline.bench.record import provenance
 from redline.errors import RedlineError
 from redline.worker.engine import pick_device
-from redline.worker.ways import Carrier, carriers
+from redline.worker.transfer_paths import Carrier, carriers
 
 AREA = 64 << 20
 PIECE = 4 << 20

@@ -7,7 +7,7 @@ CPU.
 An owner, a separate process, has random pages of Kimi's width, gathers them into KV chunks of each size, and
 lends them; this process is the reader. For each size it measures, in GB/s, how fast the owner gathers chunks and
 computes checksums; how fast chunks are read, all offered at once; and how fast they are read, verified and placed into
-pages, as in a worker (`worker/arrivals.py`), without other load. These are compared with one read of the whole area
+pages, as in a worker (`worker/kv_receiver.py`), without other load. These are compared with one read of the whole area
 and, between two GPUs that this process sees, torch's own peer copy of the same size. After each size all pages are
 compared with the owner's.
 
@@ -37,16 +37,16 @@ from lab.program import count, output, program
 from redline import clock
 from redline.bench.record import provenance
 from redline.errors import RedlineError
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer
 from redline.transport.choice import TransportName
 from redline.wire.handoff import ChunkReady
 from redline.wire.job import PAGE_TOKENS, JobId
-from redline.worker.arrivals import READ_S, Budget, KvReceiver
-from redline.worker.departures import KvSender
 from redline.worker.engine import pick_device
-from redline.worker.ways import Carrier, carriers
+from redline.worker.kv_receiver import READ_S, Budget, KvReceiver
+from redline.worker.kv_sender import KvSender
+from redline.worker.transfer_paths import Carrier, carriers
 
 KV_WIDTH = 576  # bf16 numbers of a position in a layer, of Kimi
 ROUNDS = 5  # of each measurement; the first is a warm-up and does not count

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from redline.plan.beside import Forecast
 from redline.plan.planner import PlanConfig, Planner
+from redline.plan.prefill_budget import Forecast
 from redline.plan.speculation import MOST_FORCED
 from redline.run.layer_marks import Meanwhile
 from redline.tune.costs import StepCosts

@@ -17,11 +17,11 @@ from redline.wire.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
 from redline.wire.job import Job, PagesFrom
 from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
-from redline.worker.exchange import KvTransferManager
+from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import StepInFlight, turn
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.ports import Runner
-from redline.worker.ways import Carrier
+from redline.worker.transfer_paths import Carrier
 from tests.tiny_model import Answer, joined
 
 

@@ -3,7 +3,7 @@
 from redline.transport.base import Memory
 from redline.transport.nixl import NixlTransport
 from redline.worker.parcel_memory import HostParcels
-from redline.worker.ways import Carrier
+from redline.worker.transfer_paths import Carrier
 from tests.handoff import Pair
 from tests.tiny_model import BOTH, open_engine, tiny_model
 from tests.transport.books import Book

@@ -11,14 +11,14 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from redline.api.app import ErrorMiddleware, json_response
+from redline.api.auth_state import AuthState
 from redline.api.config import ApiConfig
-from redline.api.edge import AuthState
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.profile import Profiler
-from redline.api.stories import MOST_JOBS
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.api.request_traces import MOST_JOBS
+from redline.route.worker_registry import WorkerHandle, WorkerRegistry
 from redline.wire.base import Record
 from redline.wire.news import Role
 

@@ -35,11 +35,11 @@ from redline.api.answers import (
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
 from redline.api.ask import Prompt
+from redline.api.auth_state import AuthState
 from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
 from redline.api.dialect import A, Dialect, EventStream, Reply
-from redline.api.edge import AuthState
 from redline.api.errors import Answer, Refusal
 from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
@@ -49,14 +49,14 @@ from redline.api.openapi import openapi
 from redline.api.openapi_page import PAGE_HEADERS, page
 from redline.api.operations import operations
 from redline.api.paging import page_limit
-from redline.api.passage import RequestSpan
-from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.render import PATH as RENDER_PATH
 from redline.api.render import Renderer
+from redline.api.request_span import RequestSpan
 from redline.api.response_store import ResponseStore
 from redline.api.responses import ResponsesRequest, read_input_tokens
 from redline.api.responses_events import KeptResponses, count_input, responses
+from redline.api.stream_flusher import DIRECT
 from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError

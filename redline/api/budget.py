@@ -9,8 +9,8 @@ import logging
 from typing import Protocol
 
 from redline import clock
+from redline.api.client_disconnects import Disconnects
 from redline.api.config import Limits
-from redline.api.departures import Disconnects
 from redline.api.turns import Turns
 from redline.limits import open_files
 

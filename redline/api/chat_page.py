@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from redline import clock
-from redline.api.edge import AuthState
+from redline.api.auth_state import AuthState
 from redline.api.gateway import Gateway
 from redline.errors import RequestError
 

@@ -29,12 +29,12 @@ from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits, Sla
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
-from redline.api.others import PeerReplicas
-from redline.api.passage import RequestSpan
-from redline.api.pour import ImmediateWriter, StreamFlusher
+from redline.api.peer_replicas import PeerReplicas
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.api.request_span import RequestSpan
+from redline.api.request_traces import RequestTrace, RequestTraces
 from redline.api.sla import Attainment, Took, targets_of
-from redline.api.stories import RequestTrace, RequestTraces
+from redline.api.stream_flusher import ImmediateWriter, StreamFlusher
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -54,10 +54,10 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.lately import RequestHistory, RequestRecord
-from redline.route.links import Route, WorkerHandle, WorkerRegistry
-from redline.route.resume import ConcurrentAnswer, goes_on
+from redline.route.preemption_forecast import ConcurrentAnswer, goes_on
+from redline.route.request_history import RequestHistory, RequestRecord
 from redline.route.roles import STAY_S, is_done
+from redline.route.worker_registry import Route, WorkerHandle, WorkerRegistry
 from redline.tune.targets import Targets
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
@@ -284,7 +284,7 @@ class Gateway:
                     return
                 self.metrics.ready(message, link.name)
                 for lane in list(self._stranded):
-                    self._send_on(lane)
+                    self._resend(lane)
             case RoleTaken():
                 link.told = message.role
             case Failed():
@@ -504,7 +504,7 @@ class Gateway:
         if self._resume_s:
             log.info("job %s is requeued after %d tokens: %s", lane.job.id, lane.tokens, reason)
             self.metrics.moved()
-        self._strand(lane)
+        self._wait_for_worker(lane)
 
     def pause(self, lane: "_Lane") -> bool:
         """Pause a job whose client does not read: abort it on its worker, which frees its slot and pages until
@@ -521,7 +521,7 @@ class Gateway:
     def go_on(self, lane: "_Lane") -> None:
         """Requeue a paused job with the tokens generated so far, unless its response has ended."""
         if lane.job.id in self._lanes:
-            self._strand(lane)
+            self._wait_for_worker(lane)
 
     def _rename(self, lane: "_Lane") -> None:
         """Give a job that leaves its worker a new id: later messages of that worker refer to a job that no longer
@@ -531,16 +531,16 @@ class Gateway:
         lane.job = msgspec.structs.replace(lane.job, id=JobId(f"{lane.id}.{lane.moves}"))
         self._lanes[lane.job.id] = lane
 
-    def _strand(self, lane: "_Lane") -> None:
+    def _wait_for_worker(self, lane: "_Lane") -> None:
         """Let a job without a worker wait for one, if jobs may be resumed; else fail it."""
         if not self._resume_s:
             self._fail(lane)
             return
         wait_s = self.links.start_s + self._resume_s
         self._stranded[lane] = asyncio.get_running_loop().call_later(wait_s, self._fail, lane)
-        self._send_on(lane)
+        self._resend(lane)
 
-    def _send_on(self, lane: "_Lane") -> None:
+    def _resend(self, lane: "_Lane") -> None:
         """Send a waiting job to a worker, with the tokens generated so far, if a worker can take it."""
         job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
         if (route := self._route(lane, job)) is None:
@@ -698,7 +698,7 @@ class Gateway:
             for lane in generation.lanes:
                 if lane.job.id in self._lanes:  # else: it has ended in the meantime
                     if (route := self._route(lane, lane.job)) is None:
-                        self._strand(lane)
+                        self._wait_for_worker(lane)
                     else:
                         self._send(lane, route, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))

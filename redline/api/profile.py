@@ -14,9 +14,9 @@ import msgspec
 from redline import clock
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
-from redline.api.passage import Passages, RequestSpan
+from redline.api.request_span import Passages, RequestSpan
 from redline.api.stages import Stage, Stages, one_behind_another, stages_of
-from redline.route.links import WorkerHandle
+from redline.route.worker_registry import WorkerHandle
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.profile import Profile, Profiled, Span, spans_of

@@ -15,7 +15,7 @@ import msgspec
 from redline import clock
 from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.errors import Refusal
-from redline.api.passage import RequestSpan
+from redline.api.request_span import RequestSpan
 from redline.wire.replicas import OfKey
 
 BUSY_RETRY_S = 1.0  # seconds, at the concurrency limit: it is unknown when a running request will end

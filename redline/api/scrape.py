@@ -8,8 +8,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from redline.api.app import ErrorMiddleware
+from redline.api.auth_state import AuthState
 from redline.api.config import ApiConfig
-from redline.api.edge import AuthState
 from redline.api.metrics import CONTENT_TYPE, Metrics
 
 

@@ -12,7 +12,7 @@
 - At the connection limit, the connection that has been owing data for longest without progress is closed for a new one
   (`redline.api.budget`).
 - A client that has sent its whole request may half-close the connection, and still gets its response. Whether it has
-  disconnected is detected by sending it something (`redline.api.departures`).
+  disconnected is detected by sending it something (`redline.api.client_disconnects`).
 - Received data is read in bounded shares per event loop iteration (`redline.api.turns`), and the app is notified of a
   body when it is complete or has grown by much, not at every piece.
 - An HTTP/1.0 client supports neither transfer codings (RFC 9112, 6.1) nor interim responses (RFC 9110, 15.2): a body of
@@ -42,7 +42,7 @@ from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
 from redline.api.head import check_head, is_without_version
 from redline.api.listen import Listener
-from redline.api.pour import DIRECT
+from redline.api.stream_flusher import DIRECT
 from redline.api.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
 

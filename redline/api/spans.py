@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from redline import clock
-from redline.api.passage import RequestSpan
+from redline.api.request_span import RequestSpan
 from redline.api.stages import Stage, stages_of
 from redline.errors import ConfigError
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redline import clock
-from redline.api.passage import RequestSpan
-from redline.api.stories import RequestTrace, Sent
+from redline.api.request_span import RequestSpan
+from redline.api.request_traces import RequestTrace, Sent
 
 
 class Stage(NamedTuple):

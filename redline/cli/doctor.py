@@ -26,7 +26,7 @@ from redline.quant.settings import QuantizeConfig
 from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Layout, Sizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
-from redline.worker.ways import aside
+from redline.worker.transfer_paths import aside
 
 
 def doctor(folder: Path | None, console: Console) -> int:

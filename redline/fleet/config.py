@@ -163,7 +163,7 @@ Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
 
 
 class Steer(Record, frozen=True):
-    """Role switches and autoscaling: the roles and the number of workers follow the traffic (`redline.fleet.steer`)."""
+    """Role switches and autoscaling: the roles and the number of workers follow the traffic (`role_controller`)."""
 
     every_s: Seconds = 5.0  # between two evaluations
     window_s: Seconds = 60.0  # of recent traffic that an evaluation uses

@@ -11,9 +11,9 @@ from pathlib import Path
 from redline import clock
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import Metrics
-from redline.fleet.doorman import ReplicaSlot
+from redline.fleet.connection_balancer import ReplicaSlot
 from redline.fleet.questions import Questions
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.route.worker_registry import WorkerHandle, WorkerRegistry
 from redline.wire.channel import Outbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.news import Failed, Heartbeat, Load, Missed, Ready, Role

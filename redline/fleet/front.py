@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 
 from redline.api.access import is_loopback
 from redline.api.app import create_app
+from redline.api.auth_state import AuthState
 from redline.api.budget import Connections
 from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.edge import AuthState
 from redline.api.gateway import Gateway
 from redline.api.keys import SECRET
 from redline.api.metrics import Metrics

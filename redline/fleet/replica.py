@@ -21,20 +21,20 @@ import msgspec
 import uvloop
 
 from redline.api.admin import jobs_of, status_of
+from redline.api.auth_state import measure_lag
 from redline.api.budget import Connections
-from redline.api.edge import measure_lag
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import OwnMetrics
-from redline.api.summed import packed
+from redline.api.metrics_aggregator import packed
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.fleet.config import ServeConfig
-from redline.fleet.doorman import take
+from redline.fleet.connection_balancer import take
 from redline.fleet.front import Front, end, limits_of, open_front
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.questions import Questions
-from redline.route.links import WorkerHandle
+from redline.route.worker_registry import WorkerHandle
 from redline.wire.base import Record
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.news import Missed, Stop

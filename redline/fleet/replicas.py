@@ -22,15 +22,15 @@ from redline.api.metrics import Metrics
 from redline.api.response_store import ResponseStore
 from redline.api.scrape import create_metrics_app
 from redline.errors import WorkerLost
+from redline.fleet.admin_aggregator import AdminAggregator
 from redline.fleet.config import ServeConfig
-from redline.fleet.desk import AdminAggregator
-from redline.fleet.doorman import ConnectionBalancer
+from redline.fleet.connection_balancer import ConnectionBalancer
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.fleet.front import Doors, end, limits_of, serve_beside
-from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.signals import Signals
+from redline.fleet.supervised_process import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.supervisor import Supervisor
 from redline.wire.channel import WRITER_BYTES, AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Ready, Stop

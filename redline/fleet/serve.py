@@ -30,9 +30,9 @@ from rich.text import Text
 
 from redline.api.access import is_loopback
 from redline.api.admin import create_admin_app
+from redline.api.auth_state import measure_lag
 from redline.api.budget import Connections
 from redline.api.cors import check_origins
-from redline.api.edge import measure_lag
 from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
 from redline.api.scrape import create_metrics_app
@@ -281,7 +281,7 @@ async def _serve_through(
     supervisor = Supervisor(config, gateway, sockets, machines)
     steering = None
     if config.steer is not None:
-        from redline.fleet.steer import Steering  # imports numpy, which `--help` must not wait for
+        from redline.fleet.role_controller import Steering  # imports numpy, which `--help` must not wait for
 
         steering = Steering(config.steer, gateway, supervisor, config.sla)
     told = (lambda: None) if steering is None else steering.told

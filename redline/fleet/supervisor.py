@@ -1,4 +1,4 @@
-"""Starts the workers of a deployment, and restarts those that end (`kept.py`), unless they are scaled down.
+"""Starts the workers of a deployment, and restarts those that end (`supervised_process.py`) if they are wanted.
 
 Each start of a worker has an epoch and its own sockets. Late messages of an earlier start are not read, so they cannot
 be mistaken for messages of its successor. The reason why a start ended is logged, and kept until the next one has ended
@@ -19,11 +19,11 @@ import msgspec
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
-from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.fleet.supervised_process import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.route.roles import refusal
+from redline.route.worker_registry import WorkerHandle, WorkerRegistry
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire

@@ -8,9 +8,9 @@ taken back.
 No job starves. The queue admits jobs round-robin between tenants (`queue`); every step gives one decode row to each
 running job that generates. The rest of the token budget goes to prefill and to draft tokens, which get at most half of
 it while prompts wait. If the step time is bounded, the prefill budget of a mixed step is reduced, but never to zero
-(`beside`). Up to half of the prefill budget goes to prompts with less to compute than the oldest, and the rest to the
-oldest first. The token budget is not smaller than the number of slots, so the oldest prompt always gets some. When no
-page is free, the running job that started last is preempted and requeued in front of the waiting jobs. So the oldest
+(`prefill_budget`). Up to half of the prefill budget goes to prompts with less to compute than the oldest, and the
+rest to the oldest first. The token budget is not smaller than the number of slots, so the oldest prompt always gets
+some. When no page is free, the running job that started last is preempted and requeued in front of the waiting jobs. So the oldest
 job always advances, and every job becomes the oldest.
 
 For throughput, when time to first token does not matter, waiting jobs can be admitted in groups (`admit_together`),
@@ -29,10 +29,10 @@ from typing import NamedTuple
 from redline.errors import ConfigError
 from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import refusal, short_pages, token_limit
-from redline.plan.below import Fetch, Kept, KvTier, Lack, TierReads
-from redline.plan.beside import Forecast, PrefillBudget
+from redline.plan.kv_tier import Fetch, Kept, KvTier, Lack, TierReads
 from redline.plan.notes import Pause, Rounds
 from redline.plan.pages import Holder, PagePool
+from redline.plan.prefill_budget import Forecast, PrefillBudget
 from redline.plan.prefix import Changed, Content, PrefixCache
 from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes

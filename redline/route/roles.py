@@ -5,7 +5,7 @@ after STAY_S the remaining ones are resumed on other workers, as when a worker i
 becomes a decode worker completes the prompts that it was sent.
 """
 
-from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
+from redline.route.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.wire.news import Role
 
 STAY_S = 3.0  # time for running answers to end in place; with the time of a move, a switch takes at most 5 s

@@ -34,7 +34,7 @@ from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import Matchers, masked
-from redline.run.graphs.captured import CudaGraphRunner, SamplingNeeds, no_choice, not_finite
+from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, SamplingNeeds, no_choice, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool

@@ -400,7 +400,7 @@ class Simulation:
         ]
 
     def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
-        """Start or stop one worker if the number that runs differs from the number wanted (as `fleet/spares.py`)."""
+        """Start or stop one worker if the number that runs differs from the number wanted (as `autoscaler.py`)."""
         limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)

@@ -257,7 +257,7 @@ class Worker:
         self._wake()
 
     def _bounded(self, most: int, now: float) -> int:
-        """Prefill token budget of a step, chosen as in `plan/beside.py`."""
+        """Prefill token budget of a step, chosen as in `plan/prefill_budget.py`."""
         step_ms = self.model.step_ms
         prompts = list(itertools.islice((job for job in self._prompts if job.remaining), LOOKED_AT))
         if step_ms is None or not self.rows or not prompts:

@@ -18,7 +18,7 @@ def check_installed(name: TransportName) -> None:
 
 
 def open_transport(name: TransportName, folder: Path | None) -> Transport:
-    """The transport of that name, `shared` or `nixl`; for the other names a worker opens several (`worker/ways.py`).
+    """The transport of that name, `shared` or `nixl`; for the other names a worker opens several (`transfer_paths.py`).
 
     folder: the folder of `shared`'s areas. Raises ConfigError if the transport cannot be opened.
     """

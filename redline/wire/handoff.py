@@ -11,7 +11,7 @@ within a `Prefill`. The two workers then exchange these messages directly:
     prefill -> decode   Handed    prefill is complete; contains the first token
     gateway -> workers  Gone      a worker is down; nothing more will come from it
 
-The content of a parcel is defined in `run/handoff.py`. The format has a name; workers with different formats do no KV
+The content of a parcel is defined in `run/kv_chunks.py`. The format has a name; workers with different formats do no KV
 transfer.
 """
 

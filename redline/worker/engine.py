@@ -50,17 +50,17 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
-from redline.worker.exchange import KvTransferManager
 from redline.worker.floor import measure, step_work
+from redline.worker.heartbeat import LoopStatus
+from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import lead, one_line
 from redline.worker.page_events import PageEvents
-from redline.worker.pulse import LoopStatus
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
 from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
-from redline.worker.ways import Carrier, open_ways
+from redline.worker.transfer_paths import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk

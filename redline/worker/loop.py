@@ -36,12 +36,12 @@ from redline.wire.news import Load, Missed, Ping, Recall, Role, RoleTaken, Stop,
 from redline.wire.profile import Profile
 from redline.wire.replicas import Replicas
 from redline.wire.step import RowResult, Step, StepResult
-from redline.worker.exchange import KvTransferManager
-from redline.worker.hearers import DeltaRouter
+from redline.worker.delta_router import DeltaRouter
+from redline.worker.heartbeat import LoopStatus
+from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.page_events import PageEvents
 from redline.worker.ports import Plans, Runner
 from redline.worker.profile import Profiling
-from redline.worker.pulse import LoopStatus
 from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 

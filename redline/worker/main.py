@@ -32,13 +32,13 @@ from redline.wire.kv_sockets import Publisher
 from redline.wire.machines import Listening
 from redline.wire.news import Failed, Heartbeat
 from redline.worker.config import WorkerConfig
+from redline.worker.delta_router import DeltaRouter
 from redline.worker.engine import EngineCore, pick_device
-from redline.worker.hearers import DeltaRouter
+from redline.worker.heartbeat import LoopStatus, LoopWatchdog
 from redline.worker.loop import one_line
 from redline.worker.page_events import PageEvents
-from redline.worker.pulse import LoopStatus, LoopWatchdog
+from redline.worker.transfer_paths import aside, carriers
 from redline.worker.urgency import Urgency
-from redline.worker.ways import aside, carriers
 
 FLUSH_S = 1.0  # seconds for the last message to be sent before a process that hangs exits
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -19,7 +19,7 @@ from redline.errors import ConfigError
 from redline.kernels.by_chip import checksum as checksum_on
 from redline.kernels.cpu import checksum
 from redline.ops.checksum import number
-from redline.run.handoff import PARCEL_BYTES, KvChunkLayout
+from redline.run.kv_chunks import PARCEL_BYTES, KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece

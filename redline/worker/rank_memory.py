@@ -20,8 +20,8 @@ from torch import Tensor
 from redline import clock, limits
 from redline.disk import human
 from redline.errors import ConfigError
-from redline.run.handoff import KvChunkLayout, of_its_pages
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout, of_its_pages
 from redline.transport.base import Memory
 from redline.transport.peer import HANG_S, LOOK_S, Chip
 from redline.wire.handoff import Piece

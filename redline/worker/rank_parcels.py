@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
 from redline.wire.handoff import Piece

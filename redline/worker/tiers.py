@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from redline import clock
-from redline.plan.below import Fetch, Kept, Lack
+from redline.plan.kv_tier import Fetch, Kept, Lack
 from redline.plan.planner import Planner
 from redline.plan.prefix import Forgotten
 from redline.run.tiers.store import Found, Reading, Saved, Store, Tier

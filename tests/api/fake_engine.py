@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redline.api.gateway import Gateway
-from redline.route.links import WorkerHandle
+from redline.route.worker_registry import WorkerHandle
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import WorkerDown

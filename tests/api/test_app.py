@@ -19,7 +19,7 @@ from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
 from redline.errors import ConfigError, Overloaded, RequestError
-from redline.route import links
+from redline.route import worker_registry
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
@@ -253,7 +253,7 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
             now += 1
             gateway.deliver(link, Heartbeat())
         assert await health() == (200, None)
-        now += links.SILENT_S
+        now += worker_registry.SILENT_S
         assert await health() == (200, None)
         now += 0.5
         assert await health() == (503, "the worker has not responded for 6 s")
@@ -261,9 +261,9 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert (await world.http.get("/live")).json() == {"status": "live"}
-        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S))
+        gateway.deliver(link, Heartbeat(turn_s=worker_registry.STALLED_S))
         assert await health() == (200, None)
-        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S + 1))
+        gateway.deliver(link, Heartbeat(turn_s=worker_registry.STALLED_S + 1))
         assert await health() == (503, "a step has been running for 61 s")
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "the step may end at any moment"
         gateway.deliver(link, Heartbeat())

@@ -12,11 +12,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from redline.api import edge as edges
+from redline.api import auth_state as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
+from redline.api.auth_state import LAG_S, LOOK_S, AuthState, measure_lag
 from redline.api.config import ApiConfig, KeyLimits, Limits
-from redline.api.edge import LAG_S, LOOK_S, AuthState, measure_lag
 from redline.api.keys import Keyring, read_keys
 from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError

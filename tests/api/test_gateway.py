@@ -15,8 +15,8 @@ from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
-from redline.route.links import MOVE_S, SILENT_S
 from redline.route.roles import STAY_S
+from redline.route.worker_registry import MOVE_S, SILENT_S
 from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire

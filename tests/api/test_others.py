@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from redline.api.config import KeyLimits, Limits
 from redline.api.metrics import Metrics, OwnMetrics
+from redline.api.metrics_aggregator import MetricsAggregator, packed
 from redline.api.quota import Account, LimitReached
-from redline.api.summed import MetricsAggregator, packed
 from redline.errors import Overloaded
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import JobId

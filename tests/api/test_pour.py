@@ -10,8 +10,8 @@ import pytest
 
 from redline.api.ask import Ask
 from redline.api.gateway import Batch, Generation
-from redline.api.pour import StreamFlusher
 from redline.api.server import Connection
+from redline.api.stream_flusher import StreamFlusher
 from redline.errors import RequestError, WorkerLost
 from redline.wire.delta import Delta
 from redline.wire.job import Sampling

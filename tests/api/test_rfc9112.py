@@ -11,8 +11,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from redline.api.admin import create_admin_app
+from redline.api.auth_state import AuthState
 from redline.api.config import ApiConfig, Limits
-from redline.api.edge import AuthState
 from redline.api.head import check_head, is_without_version
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.api.world import World, answer

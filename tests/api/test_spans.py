@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from redline.api.app import create_app
-from redline.api.edge import AuthState
+from redline.api.auth_state import AuthState
 from redline.api.spans import Spans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer

@@ -5,12 +5,12 @@ import io
 
 from rich.console import Console
 
-from redline.api.stories import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
+from redline.api.request_traces import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
 from redline.cli.explain import show
 from redline.route.choose import Candidate, predict
-from redline.route.links import Route, WorkerHandle
 from redline.route.pace import Pace
-from redline.route.resume import GoesOn
+from redline.route.preemption_forecast import GoesOn
+from redline.route.worker_registry import Route, WorkerHandle
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Brought, Delta, Drafted, Preempted, Resumed
 from redline.wire.job import JobId

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from redline.fleet.doorman import AGAIN_S, ConnectionBalancer, ReplicaSlot, take
+from redline.fleet.connection_balancer import AGAIN_S, ConnectionBalancer, ReplicaSlot, take
 from redline.wire.replicas import Use
 from tests.api.sockets import ASYNCIO
 from tests.clocks import FakeClock

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from redline.api.metrics import Metrics
-from redline.fleet import kept, replicas
+from redline.fleet import replicas, supervised_process
 from redline.fleet.config import ServeConfig
-from redline.fleet.doorman import AT_ONCE, ConnectionBalancer, ReplicaSlot, take
+from redline.fleet.connection_balancer import AT_ONCE, ConnectionBalancer, ReplicaSlot, take
 from redline.fleet.fleet import AGAIN_S, Fleet, ReplicaStart
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.replicas import SupervisedReplica
@@ -145,10 +145,12 @@ async def test_a_replica_that_cannot_be_started_is_tried_again_and_given_up_in_t
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(replicas, "_start_process", start)
-    monkeypatch.setattr(kept, "AGAIN_S", 0.001)
+    monkeypatch.setattr(supervised_process, "AGAIN_S", 0.001)
     one = SupervisedReplica("a", ServeConfig(weights=""), world.fleet, tmp_path, lambda _: None)
     await asyncio.wait_for(one.live(), LIMIT_S)
-    assert epochs == [f"a.{epoch}" for epoch in range(1, kept.MOST_ENDS + 1)], "retried although it was never ready"
+    assert epochs == [f"a.{epoch}" for epoch in range(1, supervised_process.MOST_ENDS + 1)], (
+        "retried although it was never ready"
+    )
     assert "could not be started: [Errno 11]" in str(one.given_up)
     assert "it is given up" in caplog.text
     assert not world.fleet.replicas

@@ -31,9 +31,9 @@ KEY = "sk-admin-0123456789abcdef"
 KNOWN_TIMES = """
 import sys
 from redline.__main__ import main
-from redline.route import links, pace
+from redline.route import worker_registry, pace
 from redline.tune.steps import StepModel
-links.MOVE_S = 60.0
+worker_registry.MOVE_S = 60.0
 pace.Pace.model = StepModel(base=1.0, row=0.1, prompt=0.1)
 sys.argv[0] = "redline"
 main()

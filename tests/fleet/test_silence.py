@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from redline.fleet.kept import SILENCE_S, until_silent
+from redline.fleet.supervised_process import SILENCE_S, until_silent
 
 
 def seconds_until_silent(monkeypatch: pytest.MonkeyPatch, last_beat_s: int, every_s: int = 1) -> int:

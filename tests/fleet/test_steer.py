@@ -11,9 +11,9 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.errors import RedlineError
+from redline.fleet.autoscaler import AGAIN_S
 from redline.fleet.config import Steer
-from redline.fleet.spares import AGAIN_S
-from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
+from redline.fleet.role_controller import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
 from redline.fleet.supervisor import WorkerStatus
 from redline.route.roles import is_done, refusal
 from redline.tune.expected import Asked, Roles, Traffic
@@ -205,7 +205,7 @@ async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where
     async def fails(*_: object) -> Mapping[Roles, float]:
         raise RedlineError("the simulation of roles ended with code -9")
 
-    monkeypatch.setattr("redline.fleet.steer.tried", fails)
+    monkeypatch.setattr("redline.fleet.role_controller.tried", fails)
     fleet.passes(26)
     fleet.comes(prompt=1000, output=10, per_s=4)
     decision = await fleet.steering.look()
@@ -228,7 +228,7 @@ async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch
         played.append(traffic)
         return {Roles(both=4): 1.0}
 
-    monkeypatch.setattr("redline.fleet.steer.tried", tried)
+    monkeypatch.setattr("redline.fleet.role_controller.tried", tried)
     await fleet.steering.look()
     assert played[0].under_way == [Asked(540, 0, 60, "default"), Asked(0, 700, 100, "default")]
 

@@ -14,9 +14,9 @@ import pytest
 
 from redline.api.gateway import Gateway
 from redline.errors import ConfigError, WorkerLost
-from redline.fleet import kept, process, supervisor
+from redline.fleet import process, supervised_process, supervisor
 from redline.fleet.config import ServeConfig, Workers
-from redline.fleet.kept import MOST_ENDS
+from redline.fleet.supervised_process import MOST_ENDS
 from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import WorkerConfig
@@ -108,7 +108,7 @@ async def crew(monkeypatch: pytest.MonkeyPatch, sockets: Path, **config: Any) ->
         monkeypatch.setattr(supervisor, "LocalProcess", made.process)
         monkeypatch.setattr(supervisor, "STOP_S", 0.0)
         monkeypatch.setattr(supervisor, "WORDS_S", 0.0)
-        monkeypatch.setattr(kept, "AGAIN_S", 0.001)
+        monkeypatch.setattr(supervised_process, "AGAIN_S", 0.001)
         yield made
         made.supervisor.end()
         await made.supervisor.ended()
@@ -232,7 +232,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
 ) -> None:
     start = NoProcess()
     monkeypatch.setattr(supervisor, "start_worker", start)
-    monkeypatch.setattr(kept, "AGAIN_S", 0.001)
+    monkeypatch.setattr(supervised_process, "AGAIN_S", 0.001)
     async with World(answer("a"), resume_s=5.0) as world:
         one = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
         world.gateway.lose(world.link, "not used")

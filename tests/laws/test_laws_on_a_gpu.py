@@ -17,14 +17,14 @@ from redline.bench.quality.prompts import read_sets
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
-from redline.run.handoff import KvChunkLayout
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.memory import MemoryTransport
 from redline.wire.handoff import Piece
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore
 from redline.worker.parcel_memory import HostParcels, PinnedParcels
-from redline.worker.ways import Carrier
+from redline.worker.transfer_paths import Carrier
 from tests.handoff import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

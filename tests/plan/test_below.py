@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from redline.plan.below import Fetch, Kept, Lack
+from redline.plan.kv_tier import Fetch, Kept, Lack
 from redline.plan.pages import Holder
 from redline.plan.prefix import Forgotten
 from redline.tune.choose import Worth

@@ -3,7 +3,7 @@
 import pytest
 
 from redline.chat.hashing import make_job
-from redline.route.links import Route, WorkerHandle, WorkerRegistry
+from redline.route.worker_registry import Route, WorkerHandle, WorkerRegistry
 from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import Job, JobId, Sampling

@@ -1,6 +1,6 @@
 """Recent requests: which are kept, for how long, and the reported lengths of answers that have not ended."""
 
-from redline.route.lately import KNOWN, MOST, Length, RequestHistory
+from redline.route.request_history import KNOWN, MOST, Length, RequestHistory
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import pytest
 
 from redline.route.pace import Pace
-from redline.route.resume import ConcurrentAnswer, goes_on
+from redline.route.preemption_forecast import ConcurrentAnswer, goes_on
 from redline.tune.steps import StepModel
 from redline.wire.delta import Preempted
 from redline.wire.job import JobId

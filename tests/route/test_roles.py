@@ -2,8 +2,8 @@
 
 import pytest
 
-from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.route.roles import is_done, refusal
+from redline.route.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.wire.codec import Wire
 from redline.wire.job import Job, JobId, PageHash, Sampling
 from redline.wire.news import Heartbeat, Ready, Role, TakeRole

@@ -1,6 +1,6 @@
 """The share of a worker's time that goes to placing received KV chunks."""
 
-from redline.worker.arrivals import Budget
+from redline.worker.kv_receiver import Budget
 
 MIB = 1 << 20
 PARCEL = 4 * MIB

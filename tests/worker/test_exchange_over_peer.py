@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import Chip, PeerTransport
@@ -22,7 +22,7 @@ from redline.worker.parcel_memory import Ended, HostParcels, Summed
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from redline.worker.rank_parcels import RankParcels
 from redline.worker.ranks import Ranks
-from redline.worker.ways import Carrier
+from redline.worker.transfer_paths import Carrier
 from tests.handoff import Pair
 from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run_alone, tiny_model
 from tests.transport.books import Book

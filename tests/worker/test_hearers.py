@@ -24,9 +24,9 @@ from redline.wire.job import Job, JobId, PagesFrom
 from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Stop
 from redline.wire.replicas import Replica, Replicas
 from redline.wire.step import Step
-from redline.worker.hearers import DeltaRouter
+from redline.worker.delta_router import DeltaRouter
+from redline.worker.heartbeat import LoopStatus, LoopWatchdog
 from redline.worker.loop import lead
-from redline.worker.pulse import LoopStatus, LoopWatchdog
 from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S, until

@@ -26,9 +26,9 @@ from redline.wire.job import Abort, Grammar, Job, JobId
 from redline.wire.news import Load, Missed, Ping, Stop
 from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
-from redline.worker.exchange import KvTransferManager
+from redline.worker.heartbeat import LoopStatus
+from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import COMPILES_S, StepInFlight, lead, turn
-from redline.worker.pulse import LoopStatus
 from redline.worker.trace import Trace
 from tests.clocks import FakeClock
 from tests.fakes import FakePending, FakeRunner, Rests, Steady, hash_page, make_job, whole_answer

@@ -24,7 +24,7 @@ BROKEN = """
 import signal, sys, torch
 from redline.wire.channel import SocketInbox
 from redline.wire.job import Job
-from redline.worker import engine, main, pulse
+from redline.worker import engine, main, heartbeat
 drain, heard = SocketInbox.drain, []
 def all_jobs(self, **how):
     # The first jobs are received together, independent of timing.
@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "signal.pause()",
-            'pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, {"cpu": 0, "cuda": 0}',
+            'heartbeat.BEAT_S, heartbeat.TURN_S, heartbeat.TURN_S_PER_TOKEN = 0.02, 0.5, {"cpu": 0, "cuda": 0}',
             "a step has not ended in 1 s: a kernel or the device hangs",
             [],
         ),

@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from redline.plan.planner import PlanConfig, Planner
-from redline.route.links import MOVE_S, WorkerHandle, WorkerRegistry
+from redline.route.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
 from redline.wire.channel import MemoryChannel
 from redline.wire.news import Heartbeat, Ping, Ready, Stop
 from redline.wire.step import Step, StepResult
-from redline.worker import pulse as module
+from redline.worker import heartbeat as module
+from redline.worker.heartbeat import BEAT_S, LoopStatus, LoopWatchdog
 from redline.worker.loop import lead
-from redline.worker.pulse import BEAT_S, LoopStatus, LoopWatchdog
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job
 from tests.waiting import LIMIT_S
 

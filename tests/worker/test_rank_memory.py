@@ -9,8 +9,8 @@ import torch
 
 from redline import limits
 from redline.errors import ConfigError
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.wire.codec import decode, encode
 from redline.wire.handoff import Piece
 from redline.wire.job import PageId

@@ -15,11 +15,11 @@ from redline.transport import nixl
 from redline.transport.base import Memory, TransferFailed
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import PeerTransport
-from redline.worker import ways
+from redline.worker import transfer_paths
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
-from redline.worker.ways import Carrier, TransferPath, aside, carriers, connect, open_ways, told_of
+from redline.worker.transfer_paths import Carrier, TransferPath, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book, BookGpu
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_several_ranks_have_the_way_from_gpu_to_gpu_that_one_has(
         return chip
 
     for name in ("PinnedParcels", "GpuParcels"):
-        monkeypatch.setattr(ways, name, small)
+        monkeypatch.setattr(transfer_paths, name, small)
     monkeypatch.setattr(peers, "PeerGpu", gpu)
     for name in ("auto", "peer"):
         best, behind = carriers(name, tmp_path / "areas", GPU, ranks=2)
@@ -154,8 +154,8 @@ def over_nixl(monkeypatch: pytest.MonkeyPatch) -> Book:
     book = Book()
     monkeypatch.setattr(nixl, "NixlTransport", Registers)
     monkeypatch.setattr(peers, "PeerGpu", lambda _: book.gpu())
-    monkeypatch.setattr(ways, "ExportedParcels", OfBook)
-    monkeypatch.setattr(ways, "PinnedParcels", lambda _: Small())
+    monkeypatch.setattr(transfer_paths, "ExportedParcels", OfBook)
+    monkeypatch.setattr(transfer_paths, "PinnedParcels", lambda _: Small())
     return book
 
 
@@ -211,6 +211,6 @@ def test_what_a_driver_exports_is_given_back_with_the_last_that_uses_it(monkeypa
 
 
 def test_several_ranks_have_the_hosts_memory_over_nixl(over_nixl: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "open_transport", lambda *_: Registers())
+    monkeypatch.setattr(transfer_paths, "open_transport", lambda *_: Registers())
     assert [one.name for one in carriers("nixl", None, GPU, ranks=2)] == ["nixl"]
     assert not over_nixl.exported

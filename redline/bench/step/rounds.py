@@ -44,7 +44,7 @@ from redline.model.k2.random_weights import ForcedK2
 from redline.ops.op import Cost, Machine
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
-from redline.run.graphs.graph import Recorder
+from redline.run.graphs.graph_recorder import Recorder
 from redline.run.graphs.shapes import CONTEXTS
 from redline.run.kv import KvPool
 from redline.run.slots import Slots

@@ -4,8 +4,8 @@ slots.
 Only the device knows the current state of a slot: its tokens, length and drafts. Forward runs the last token and the
 drafts, settle keeps the accepted tokens, and the drafter's passes write the drafts that the next step verifies. So the
 next step can be launched before this one has ended, without any wait on the host. Everything here can be captured in a
-CUDA graph (`graph.py`). Contents of a plan and a result: `kernels.hopper.step.step_rows`. Logit adjustments of a row,
-and the masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
+CUDA graph (`graph_recorder.py`). Contents of a plan and a result: `kernels.hopper.step.step_rows`. Logit
+adjustments of a row, and the masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
 
 B rows of a shape, K positions of each, T = B K, D hidden, V vocabulary.
 """

@@ -1,5 +1,5 @@
 """A whole KV page as one block of bytes, all layers and the drafter's part, in the layout of a parcel of that page
-(`run/handoff.py`).
+(`run/kv_chunks.py`).
 
 On a GPU many pages are copied together: one launch gathers their layers into one buffer on the device, one computes
 their checksums there, and each page is then a single copy to its place in host memory; or the same in reverse. So
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from redline.kernels.by_chip import checksum, checksums
 from redline.ops import checksum as meaning
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.wire.job import PageHash, PageId
 
 TOGETHER = 16  # pages that a GPU gathers or scatters at once: two buffers of some 70 MB of its memory for Kimi

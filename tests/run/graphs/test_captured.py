@@ -36,9 +36,9 @@ from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
-from redline.run.graphs.captured import CudaGraphRunner, SamplingNeeds, _facts, _way, _wishes
+from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, SamplingNeeds, _facts, _way, _wishes
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
-from redline.run.graphs.graph import Recorder
+from redline.run.graphs.graph_recorder import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import Odds, sample_rows
@@ -185,7 +185,7 @@ def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
         return record(recorder, *pieces)
 
     monkeypatch.setattr(Recorder, "record", failing)
-    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 4)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.FIRST_SHAPES", 4)
     wanted = shapes(2, 4, 1024)
     core = captured(speculation=SUFFIX, max_running=2)
     assert set(core.runner.recorded.shapes) == set(wanted[:4]) == set(itertools.starmap(Shape, FOUR))
@@ -211,7 +211,7 @@ def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
 def test_an_engine_beside_its_caller_records_what_is_left_where_it_is_told_to(
     captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 4)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.FIRST_SHAPES", 4)
     core = captured(speculation=SUFFIX, max_running=2)
     engine = Engine(core, cast(Any, None), cast(Any, None))
     asked = [job(f"{n}", prompt(seed=n, length=30), max_tokens=20, **GREEDY) for n in range(3)]
@@ -231,7 +231,7 @@ FOUR = (1, 1, 1024), (2, 1, 1024), (1, 4, 1024), (2, 4, 1024)
 
 
 def test_a_device_that_breaks_while_it_records_ends_the_worker(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.FIRST_SHAPES", 1)
     core = captured(max_running=2)
     channel, outbox = MemoryChannel(), MemoryChannel()
 
@@ -343,7 +343,7 @@ def test_where_ranks_share_the_model_a_shape_that_one_cannot_record_ends_it(
     with pytest.raises(RuntimeError, match="out of memory"):
         captured(max_running=2)
     failing_rows = 0
-    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.FIRST_SHAPES", 1)
     runner = captured(max_running=2).runner
     try:
         failing_rows = 2
@@ -366,7 +366,7 @@ def test_a_recording_that_fails_ends_the_start_and_is_not_waited_for(captured: O
     def broken(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("redline.run.graphs.graph.Recorder.record", broken)
+    monkeypatch.setattr("redline.run.graphs.graph_recorder.Recorder.record", broken)
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         captured()
 
@@ -375,7 +375,7 @@ def test_whatever_breaks_the_thread_that_records_is_raised(captured: Open, monke
     def broken(*_: object) -> None:
         raise MemoryError("no room for a plan")
 
-    monkeypatch.setattr("redline.run.graphs.captured.CapturedSteps._plan", broken)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.CapturedSteps._plan", broken)
     with pytest.raises(MemoryError, match="no room for a plan"):
         captured()
 
@@ -933,7 +933,7 @@ def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: 
         planes = runner.kv.planes.clone()
         rows = [Row(slot=slot, start=None, count=1) for slot in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr("redline.run.graphs.captured.CapturedSteps._tell_wishes", half_way)
+            patch.setattr("redline.run.graphs.cuda_graph_runner.CapturedSteps._tell_wishes", half_way)
             failed = runner.launch(_named(runner, *rows))
             with pytest.raises(torch.OutOfMemoryError):
                 failed.wait()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from redline.plan.recorded import RecordedShapes
-from redline.run.graphs.graph import Recorder
+from redline.run.graphs.graph_recorder import Recorder
 from redline.run.layer_marks import LayerMarks
 from redline.run.runner import Launched, Runner
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling

@@ -13,8 +13,8 @@ from redline.kernels.group import Alone
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint
-from redline.run.graphs.captured import CudaGraphRunner
-from redline.run.graphs.graph import Recorder
+from redline.run.graphs.cuda_graph_runner import CudaGraphRunner
+from redline.run.graphs.graph_recorder import Recorder
 from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Shape, Step, StepResult
@@ -93,7 +93,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
     """Rank 1 compiles for longer than the timeout of a wait in a step: before its first all-reduce, or after."""
     step_s = 10.0
     monkeypatch.setattr("redline.run.runner.STEP_S", step_s)
-    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.FIRST_SHAPES", 1)
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
     random_checkpoint(tmp_path / "model", kernel_config(moe_intermediate_size=64, intermediate_size=64))
     checkpoint = Checkpoint.open(tmp_path / "model")

@@ -11,7 +11,7 @@ from torch import Tensor
 from redline.kernels.hopper.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
 from redline.kernels.hopper.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
 from redline.plan.recorded import RecordedShapes
-from redline.run.graphs.captured import CudaGraphRunner, _way
+from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, _way
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import TOP_LOGPROBS, logprobs_of_row, score_rows
 from redline.run.sampling.on_host import adjusted, likeliest, logprobs_of

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from redline import clock
-from redline.run.handoff import KvChunkLayout
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.wire.handoff import Piece

@@ -17,7 +17,7 @@ from typing import Self
 from redline.wire.channel import Outbox
 from redline.wire.news import Heartbeat
 from redline.wire.replicas import Replica
-from redline.worker.hearers import DeltaRouter
+from redline.worker.delta_router import DeltaRouter
 
 BEAT_S = 0.25  # heartbeat interval in seconds; a worker that misses four is taken to be silent (route.links.MOVE_S)
 # An iteration is one step. The first step of a shape compiles kernels, which takes up to some minutes; and no usable
@@ -32,7 +32,7 @@ class LoopStatus:
     def __init__(self) -> None:
         self.turns = 0
         self.waits = True  # the loop is idle and waits for messages
-        self.knocks = Counter[str]()  # number of the last received `Knock` (ping) of each sender (`hearers`)
+        self.knocks = Counter[str]()  # number of the last received `Knock` (ping) of each sender (`delta_router`)
         self.replicas: tuple[Replica, ...] = ()  # the API replicas that receive the worker's messages
 
 

@@ -8,8 +8,8 @@ after another, each when the one before has its new role, until the whole split 
 none. If no worker is left that answers, a prefill worker becomes a decode worker at once.
 
 Roles are chosen first. If the SLO targets cannot be met even with the best roles of the running workers, another worker
-is started; if fewer suffice for `spare_s`, one is stopped (`spares.py`). Each change is logged; the changes, the last
-evaluation and its numbers are in /admin/status.
+is started; if fewer suffice for `spare_s`, one is stopped (`autoscaler.py`). Each change is logged; the changes, the
+last evaluation and its numbers are in /admin/status.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from redline.api.config import Sla
 from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
 from redline.errors import RedlineError
+from redline.fleet.autoscaler import Autoscaler, WorkerPool
 from redline.fleet.config import Steer
-from redline.fleet.spares import Autoscaler, WorkerPool
 from redline.fleet.trials import tried
-from redline.route.links import MOVE_S, WorkerHandle
 from redline.route.roles import STAY_S, can_answer
+from redline.route.worker_registry import MOVE_S, WorkerHandle
 from redline.tune.count import NEWEST, rising, role_of_another
 from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work

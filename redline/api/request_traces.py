@@ -11,8 +11,8 @@ import msgspec
 
 from redline import clock
 from redline.route.choose import Predicted
-from redline.route.links import Route
-from redline.route.resume import GoesOn
+from redline.route.preemption_forecast import GoesOn
+from redline.route.worker_registry import Route
 from redline.wire.delta import Brought, Delta, Drafted, Finish, Note, Preempted, Resumed
 from redline.wire.job import JobId
 

@@ -13,15 +13,15 @@ import msgspec
 import torch
 
 from redline.errors import ConfigError
-from redline.run.handoff import KvChunkLayout
 from redline.run.kv import KvPool
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer, TransferFailed, Transport
 from redline.transport.choice import TransportName, open_transport
 from redline.transport.peer import Chip, PeerTransport
-from redline.worker.arrivals import Budget, KvReceiver
 from redline.worker.config import PEER_SHARE
-from redline.worker.departures import KvSender
 from redline.worker.exported_parcels import ExportedParcels
+from redline.worker.kv_receiver import Budget, KvReceiver
+from redline.worker.kv_sender import KvSender
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # the owner of a chunk that is sent

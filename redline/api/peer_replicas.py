@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from redline.route.links import WorkerHandle
+from redline.route.worker_registry import WorkerHandle
 from redline.wire.replicas import Use
 
 

@@ -11,7 +11,7 @@ from redline import clock
 from redline.api.admin import worker_of
 from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
-from redline.api.summed import MetricsAggregator, packed
+from redline.api.metrics_aggregator import MetricsAggregator, packed
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.wire.news import Role
 from redline.wire.replicas import Ask, Told

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from redline import clock
-from redline.run.handoff import KvChunkLayout
+from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer, Reading, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.wire.handoff import ChunkReady

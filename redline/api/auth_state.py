@@ -12,7 +12,7 @@ from redline import clock
 from redline.api.config import ApiConfig
 from redline.api.keys import SECRET, Keyring
 from redline.api.metrics import Metrics
-from redline.api.passage import Passages
+from redline.api.request_span import Passages
 from redline.errors import ConfigError, Overloaded
 
 LOOK_S = 1.0  # seconds between two checks of the keys file

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from redline.fleet.supervisor import WorkerStatus
-from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.route.roles import can_answer
+from redline.route.worker_registry import WorkerHandle, WorkerRegistry
 from redline.tune.count import Count, Limits, Look, choose_count, forgotten
 from redline.wire.news import Role
 

@@ -57,7 +57,7 @@ from redline.ops.draws import signed
 from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import NO_CHOICE, DecodeStep, SamplingKind, SharedState
-from redline.run.graphs.graph import Piece, Recorder
+from redline.run.graphs.graph_recorder import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
 from redline.run.sampling.on_host import is_greedy, is_narrowed

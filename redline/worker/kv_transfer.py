@@ -7,8 +7,8 @@ and a chunk that is read after its lease fails its checksum. On any failure (a w
 stalls, a corrupt byte) the decode worker computes the prompt itself: a KV transfer can be lost, an answer cannot.
 
 All of this runs in the loop's thread between two steps. The prefill worker offers chunks as far as there is room in its
-area; the decode worker receives chunks for at most a share of the steps' time (`worker/arrivals.py`). A job that waits
-for its pages occupies only those pages and delays no other job.
+area; the decode worker receives chunks for at most a share of the steps' time (`kv_receiver.py`). A job that waits for
+its pages occupies only those pages and delays no other job.
 """
 
 import contextlib
@@ -42,8 +42,8 @@ from redline.wire.handoff import (
 )
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
-from redline.worker.departures import KvSender
-from redline.worker.ways import TransferPath, connect, told_of
+from redline.worker.kv_sender import KvSender
+from redline.worker.transfer_paths import TransferPath, connect, told_of
 
 WANT_S = 30.0  # timeout, in seconds from the end of a prefill, for the decode worker to request the prompt's pages
 ROOM_S = 2.0  # the same timeout while other jobs wait for pages

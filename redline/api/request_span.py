@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from redline import clock
-from redline.api.stories import RequestTrace
+from redline.api.request_traces import RequestTrace
 from redline.wire.job import Sampling
 
 
