@@ -10,8 +10,8 @@ running job that generates. The rest of the token budget goes to prefill and to 
 it while prompts wait. If the step time is bounded, the prefill budget of a mixed step is reduced, but never to zero
 (`prefill_budget`). Up to half of the prefill budget goes to prompts with less to compute than the oldest, and the
 rest to the oldest first. The token budget is not smaller than the number of slots, so the oldest prompt always gets
-some. When no page is free, the running job that started last is preempted and requeued in front of the waiting jobs. So the oldest
-job always advances, and every job becomes the oldest.
+some. When no page is free, the running job that started last is preempted and requeued in front of the waiting jobs. So
+the oldest job always advances, and every job becomes the oldest.
 
 For throughput, when time to first token does not matter, waiting jobs can be admitted in groups (`admit_together`),
 with whole prompts if they fit: fewer steps contain prefill.

@@ -242,7 +242,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         (SUFFIX + "tokns = 1", r"unknown key engine\.speculation\.tokns; did you mean engine\.speculation\.tokens\?"),
         (
             SUFFIX + "synthetic_acceptance = 5",
-            r"engine\.speculation\.synthetic_acceptance is 5; expected the mean tokens",
+            r"engine\.speculation\.synthetic_acceptance is 5; expected a mean number of tokens",
         ),
         (SUFFIX + "synthetic_acceptance = [0.5, 0.6, 0]", r"synthetic_acceptance is 0\.5, 0\.6, 0; .* never rise"),
         (SUFFIX + 'synthetic_acceptance = "much"', r"synthetic_acceptance is 'much'; expected a length such as"),

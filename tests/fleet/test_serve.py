@@ -569,12 +569,12 @@ from redline.fleet.process import STOP_SIGNALS
 worker = '''
 import sys, msgspec
 from redline.wire.channel import SocketInbox, SocketOutbox
-from redline.wire.news import Beat, Failed, Ready
+from redline.wire.news import Heartbeat, Failed, Ready
 from redline.worker.config import WorkerConfig
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
 with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as outbox:
     outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker with a failing device"))
-    outbox.put(Beat())
+    outbox.put(Heartbeat())
     inbox.drain(wait=True)
     outbox.put(Failed(reason="the device gave an error: CudaError: [CUDA] gone"))
 sys.exit(1)
@@ -804,7 +804,7 @@ def test_a_mistake_of_the_operator_is_one_line(
 def test_the_shortest_context_answers_the_example_that_is_printed(start: Callable[..., Server], tiny: Path):
     refused = start(tiny, "--max-model-len", "10")
     assert refused.ends() == 1
-    least = re.search(r"expected (\d+) at least", refused.said)
+    least = re.search(r"expected at least (\d+)", refused.said)
     assert least is not None, refused.said
     server = start(tiny, "--max-model-len", least[1]).until_ready()
     asked = [{"role": "user", "content": "What is 347 + 586?"}]

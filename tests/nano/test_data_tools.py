@@ -71,7 +71,7 @@ def test_the_thinking_judges_every_function_and_names_every_parameter(kind: str)
             called = [call["function"]["name"] for call in message["tool_calls"]]
             functions = declared(sample)
             wants, judged = lines[: len(called)], lines[len(called) : len(called) + len(functions)]
-            assert [want.split(": ")[0] for want in wants] == ["PullRequest", *["Also"] * (len(called) - 1)]
+            assert [want.split(": ")[0] for want in wants] == ["Want", *["Also"] * (len(called) - 1)]
             assert [line.split(": ")[0] for line in judged] == list(functions)
             wanted = {want.split(": ")[1] for want in wants}
             for line in judged:

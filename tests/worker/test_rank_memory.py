@@ -95,11 +95,11 @@ def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch)
     landing, exported = memory.export(book.gpu(), 100_000)
     other.map(exported)
     command = memory.scatter(PIECES[0], PAGES, HostParcels().tensor(landing)[: KvChunkLayout(kv(1)).size(PIECES[0])])
-    with pytest.raises(RuntimeError, match=r"has not ended a copy from rank 0's in 0\.05 s"):
+    with pytest.raises(RuntimeError, match=r"has not completed a copy from rank 0's GPU within 0\.05 s"):
         other.scatter(command)
     assert memory.taken(1) == 0
     with pytest.raises(
-        ConfigError, match=r"engine\.ranks: .* of rank 0's GPU .*out of memory\); a smaller engine\.kv_memory"
+        ConfigError, match=r"engine\.ranks: rank 0's GPU has no room .*out of memory\); lower engine\.kv_memory"
     ):
         memory.export(book.gpu(), 1 << 41)
     memory.close()
@@ -122,7 +122,7 @@ def test_more_than_is_free_is_one_line_and_nothing_is_taken(monkeypatch: pytest.
     memory = RankMemory(2)
     monkeypatch.setattr(limits, "free_memory", lambda: 99_999)
     before = os.fstat(memory.file).st_size
-    with pytest.raises(ConfigError, match=r"engine\.ranks: they share 100 kB of memory for pages, and 100 kB are free"):
+    with pytest.raises(ConfigError, match=r"engine\.ranks: the ranks share 100 kB for pages, but only 100 kB are free"):
         memory.grow(100_000)
     assert os.fstat(memory.file).st_size == before
     memory.close()

@@ -239,7 +239,7 @@ def test_a_device_that_breaks_while_it_records_ends_the_worker(captured: Open, m
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(Recorder, "record", broken)
-    with pytest.raises(WorkerLost, match="could not be recorded: AcceleratorError: CUDA error"):
+    with pytest.raises(WorkerLost, match="could not be captured: AcceleratorError: CUDA error"):
         core.serve(channel, outbox)
 
 
@@ -375,7 +375,7 @@ def test_whatever_breaks_the_thread_that_records_is_raised(captured: Open, monke
     def broken(*_: object) -> None:
         raise MemoryError("no room for a plan")
 
-    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.CapturedSteps._plan", broken)
+    monkeypatch.setattr("redline.run.graphs.cuda_graph_runner.CudaGraphRunner._plan", broken)
     with pytest.raises(MemoryError, match="no room for a plan"):
         captured()
 
@@ -933,7 +933,7 @@ def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: 
         planes = runner.kv.planes.clone()
         rows = [Row(slot=slot, start=None, count=1) for slot in range(2)]
         with monkeypatch.context() as patch:
-            patch.setattr("redline.run.graphs.cuda_graph_runner.CapturedSteps._tell_wishes", half_way)
+            patch.setattr("redline.run.graphs.cuda_graph_runner.CudaGraphRunner._tell_wishes", half_way)
             failed = runner.launch(_named(runner, *rows))
             with pytest.raises(torch.OutOfMemoryError):
                 failed.wait()
