@@ -23,27 +23,31 @@ together.
     redline bench decode --shape kimi-k2.6 --layers 61 --alias 12 --batch 1 --batch 4 --save FILE
     redline bench decode --shape kimi-k2.6 --layers 61 --alias 12 --tokens 4 --routing correlated --save FILE
 
-**The step** is all layers, embedding and head, on random weights in the layouts that serving uses. The whole of Kimi
-K2.6 is 594 GB. Where layers are aliased, the step still goes through all 61, but several of them are one in memory; its
-weights have left the cache long before they are read again. Layers without experts, and the pages of every layer, are
+**The step** is all layers, embedding and head, on random weights in the layouts that serving uses. Kimi K2.6 as a whole
+is 594 GB. With aliased layers the step still goes through all 61, but several of them are one in memory; its weights
+are out of the L2 cache long before they are read again. Layers without experts, and the KV pages of every layer, are
 not shared.
 
-**Routing** is forced, and drawn anew for each step: random weights would send all tokens to a few experts. `uniform`:
-without replacement, each token on its own. `correlated W`: each expert of a row's token stays for its next token with
-probability W, as where drafts are verified; rows are independent. `model`: on a CPU the model routes.
+**Routing** is forced and drawn for each step, because random weights would send all tokens to a few experts. `uniform`:
+without replacement, each token independent of the others. `correlated W`: each expert of a row's token is kept for the
+row's next token with probability W, as if drafts were verified; rows are independent. `model`: the model routes (CPU).
 
-**Times.** A step: captured graphs, enqueued ahead, the median of the timed ones (p10 to p90 beside it). An op: at least
-24 launches in a graph, over the layers in memory in turn, so that weights are read cold. What is small (activations,
-pages of short contexts) is warm there, unlike in a step.
+**Times.** A step: CUDA graphs, launched ahead, the median of the timed steps, with p10 to p90. An op: at least 24
+launches in a graph over the layers in memory in turn, so that weights are read from memory. Small inputs (activations,
+KV pages of short contexts) are in the L2 cache there, unlike in a step.
 
 **Floors** are the larger of bytes over the bandwidth and operations over the rate, both measured on that machine in the
-same run. A step's floor counts, from the model's sizes alone, every weight once, each distinct expert that was chosen
-once, and each row's context once. An op's adds its activations. `weights alone` is the floor of the step's weights at
-4.3 TB/s (of two GPUs 4.5), with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA
-H200. Of several GPUs every weight counts once over all of them, since commit d5e5fe1 the projection into attention
-too.
+same run. A step's floor counts, from the model's sizes alone, every weight once, each distinct chosen expert once, and
+each row's context once. An op's floor adds its activations. `weights alone` is the floor of the step's weights at 4.3
+TB/s (two GPUs 4.5) with the number of experts that uniform routing chooses on average: the fixed measure of an NVIDIA
+H200. On several GPUs every weight counts once over all of them, since commit d5e5fe1 also the projection into
+attention.
 
-![One layer of four GPUs: each launch beside its floor](../benchmarks/results/layer-four-h100.png)
+An NVIDIA H200 that reads its memory at the full rate takes about 650 of its 700 W. The experts' arithmetic takes the rest
+and more, so in long runs the power limit lowers the clock from 1.98 to about 1.5 GHz and the experts reach 0.88 of their
+floor (measured 2026-11-29, [log](log.md)).
+
+![One layer of four GPUs: each launch with its floor](../benchmarks/results/layer-four-h100.png)
 """
 
 
