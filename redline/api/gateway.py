@@ -325,7 +325,7 @@ class Gateway:
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
         if delta.fault == "lost" and lane.link is not None:  # the worker is going down, and has not reported it yet
             lane.link.draining = True
-            self._move(lane, delta.error or "the worker is going down")
+            self._requeue(lane, delta.error or "the worker is going down")
             return
         now = clock.perf_counter()
         if not lane.heard:
@@ -393,7 +393,7 @@ class Gateway:
             self.metrics.lost(link.name, link.epoch)
             self._tell_gone(*self.links.newly_gone())
         for lane in self._lanes_of(link):
-            self._move(lane, reason, blamed=not asked)
+            self._requeue(lane, reason, blamed=not asked)
 
     def _missed(self, link: WorkerHandle, messages: int) -> None:
         """A connection was cut and messages on it were lost: a job, an abort or tokens. It is unknown which jobs they
@@ -412,7 +412,7 @@ class Gateway:
             link.outbox.put(TakeRole(role=link.role))  # a TakeRole may be among the lost messages
         for lane in lanes:
             link.outbox.put(Abort(job=lane.job.id))
-            self._move(lane, reason, blamed=False)
+            self._requeue(lane, reason, blamed=False)
 
     def turn(self, link: WorkerHandle, role: Role) -> None:
         """Switch the role of a worker (`roles.refusal` checks whether it can); new jobs are routed by the new role at
@@ -448,7 +448,7 @@ class Gateway:
     def _take_from(self, link: WorkerHandle, lanes: Sequence["_Lane"]) -> None:
         for lane in lanes if self._resume_s else ():
             link.outbox.put(Abort(job=lane.job.id))
-            self._move(lane, f"the role of {link.name} is now {link.role}", blamed=False)
+            self._requeue(lane, f"the role of {link.name} is now {link.role}", blamed=False)
 
     def _lanes_of(self, link: WorkerHandle) -> list["_Lane"]:
         return [lane for lane in self._lanes.values() if lane.link is link]
@@ -474,7 +474,7 @@ class Gateway:
         for link in self.links.fallen_silent():
             for lane in self._lanes_of(link):
                 link.outbox.put(Abort(job=lane.job.id))  # in case the worker continues
-                self._move(lane, f"{link.name} has sent no heartbeat for {self.links.silent_s(link):.1f} s")
+                self._requeue(lane, f"{link.name} has sent no heartbeat for {self.links.silent_s(link):.1f} s")
 
     def _tell_gone(self, *gone: WorkerHandle) -> None:
         for link in gone:
@@ -490,7 +490,7 @@ class Gateway:
         for lane in list(self._stranded):
             self._fail(lane)
 
-    def _move(self, lane: "_Lane", reason: str, *, blamed: bool = True) -> None:
+    def _requeue(self, lane: "_Lane", reason: str, *, blamed: bool = True) -> None:
         """Requeue a job whose worker cannot continue it. blamed: the job may be the cause."""
         if lane.job.id not in self._lanes:
             return  # its response has ended in the meantime

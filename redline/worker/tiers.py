@@ -72,7 +72,7 @@ class _Tally:
 
 
 class Tiers:
-    """The KV offload tiers of one worker (`plan.below.Below`). Only the loop's thread may use it.
+    """The KV offload tiers of one worker (`plan.kv_tier.KvTier`). Only the loop's thread may use it.
 
     `changes` is incremented whenever the planner's state is changed, so that the planner may have a step to schedule.
     """

@@ -143,7 +143,7 @@ def measured(tmp_path: Path, words: list[str], **after: Any) -> tuple[int, dict[
     return code, json.loads(saved.read_text())
 
 
-async def _at_their_times(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[ab.KvReceiver]:
+async def _at_their_times(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[ab.Arrivals]:
     """What comes from a fake tree, at the times that its events name."""
     streams = [b"".join(part for _, part in stream) for stream in await STREAMS(port, prompts, new)]
     named = re.compile(rb'data: .*"at": ([0-9.]+)}\n\n(?:data: \[DONE\]\n\n)?')
