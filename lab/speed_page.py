@@ -43,9 +43,9 @@ TB/s (two GPUs 4.5) with the number of experts that uniform routing chooses on a
 H200. On several GPUs every weight counts once over all of them, since commit d5e5fe1 also the projection into
 attention.
 
-An NVIDIA H200 that reads its memory at the full rate takes about 650 of its 700 W. The experts' arithmetic takes the rest
-and more, so in long runs the power limit lowers the clock from 1.98 to about 1.5 GHz and the experts reach 0.88 of their
-floor (measured 2026-11-29, [log](log.md)).
+An NVIDIA H200 that reads its memory at the full rate takes about 650 of its 700 W. The experts' arithmetic takes the
+rest and more, so in long runs the power limit lowers the clock from 1.98 to about 1.5 GHz, and the experts reach 0.88
+of their floor (measured 2026-11-29, [log](log.md)).
 
 ![One layer of four GPUs: each launch with its floor](../benchmarks/results/layer-four-h100.png)
 """

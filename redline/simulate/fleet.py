@@ -216,7 +216,7 @@ class Simulation:
     # ------------------------------------------------------------------------------------------------------- a request
 
     def _send(self, job: Played, request: Request) -> None:
-        """Choose the prefill and the decode worker of a request, as `route.worker_registry.WorkerRegistry.route` does."""
+        """Choose the prefill and the decode worker of a request, as `WorkerRegistry.route` does."""
         self._open[job.index] = job
         depths = self._caches.depths(request.blocks)
         here = self._candidates(self._answering, depths, job, request.cached)
