@@ -19,9 +19,7 @@ from redline.wire.news import Heartbeat
 from redline.wire.replicas import Replica
 from redline.worker.delta_router import DeltaRouter
 
-BEAT_S = (
-    0.25  # heartbeat interval in seconds; four missed ones make a worker silent (`worker_registry.MOVE_S`)
-)
+BEAT_S = 0.25  # heartbeat interval in seconds; four missed ones make a worker silent (`worker_registry.MOVE_S`)
 # An iteration is one step. The first step of a shape compiles kernels, which takes up to some minutes; and no usable
 # CPU takes two seconds per token, and no GPU 0.1 s: 8,192 tokens at two seconds each would take four and a half hours.
 TURN_S, TURN_S_PER_TOKEN = 300, {"cpu": 2.0, "cuda": 0.1}
