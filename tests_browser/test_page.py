@@ -204,7 +204,7 @@ def test_chats_are_exported_and_imported(tab: Tab):
         tab.until("!document.getElementById('notice').hidden")
         return tab.run(told)
 
-    assert import_(text) == "0 of 1 chats imported; 1 were here already."
+    assert import_(text) == "0 of 1 chats imported; 1 already existed."
     assert import_(text.replace(stored[0]["id"], "other")) == "1 of 1 chats imported."
     assert tab.run("document.querySelectorAll('#chat-list li').length") == 2
     assert "not JSON" in import_("{")
@@ -270,11 +270,11 @@ def test_the_engine_is_watched(tab: Tab):
     tab.until("document.querySelectorAll('#steps tr').length === 2")
     said = tab.run("[...document.querySelectorAll('#steps tr')].map((one) => one.innerText)")
     assert all(re.search(r"step [\d.]+ ms, floor [\d.]+ ms, \d+ %, at [\d.]+ GB/s", line) for line in said), said
-    assert {re.split(r"[:\t]", line)[1].strip() for line in said} == {"answers alone", "with prompts"}
+    assert {re.split(r"[:\t]", line)[1].strip() for line in said} == {"decode only", "with prefill"}
     tab.until("document.querySelectorAll('#charts path.line-0[d^=M]').length === 6")
     said = tab.run("[...document.querySelectorAll('#charts svg[role]')].map((one) => one.getAttribute('aria-label'))")
     assert [one.partition(":")[0] for one in said] == [
-        "Tokens, per second", "Steps of answers alone, ms", "Steps with prompts, ms", "Drafts accepted, %", "KV pages",
+        "Tokens, per second", "Decode-only steps, ms", "Steps with prefill, ms", "Draft tokens accepted, %", "KV pages",
         "Queue, requests"
     ]  # fmt: skip
     tab.picture(PICTURES / "engine.png")
