@@ -306,7 +306,7 @@ class ServeConfig(Record, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model names that requests may use; answers carry the first."""
+        """The model names that requests may use; a response carries the one that its request used."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
 
 
