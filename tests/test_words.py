@@ -1,5 +1,6 @@
 """Words that Redline's prose does not use: each has a term of the field, which a reader searches for."""
 
+import ast
 import io
 import re
 import tokenize
@@ -56,8 +57,11 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line
         return
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and len(token.string.split()) > 3):
+        if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
+    for node in ast.walk(ast.parse(text)):  # from 3.12 on an f-string is no token
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) > 3:
+            yield node.lineno, node.value
 
 
 def sources() -> list[Path]:

@@ -130,7 +130,7 @@ def test_what_requests_ask_for_is_the_same_in_recorded_steps_and_where_the_host_
             if way == "replayed":
                 assert engine.engine.runner.led == {}
     same = [replayed == led for replayed, led in zip(answers["replayed"], answers["led"], strict=True)]
-    print(f"the same where the host leads: {same}")
+    print(f"the same where the host runs eagerly: {same}")
     assert sum(same) >= 3
     assert all(len(answer) == 60 for answer in answers["replayed"][:2])
     assert set(answers["replayed"][4][:49]).isdisjoint(range(96))
