@@ -31,6 +31,8 @@ def ask(
         why = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         raise _nobody(url, f"status {answer.status_code}") from None
+    if answer.status_code == 404 and why.startswith("there is no route "):
+        raise _nobody(url, "that is the public port: the server's start prints the address of its admin routes")
     raise ConfigError(one_line(why))
 
 

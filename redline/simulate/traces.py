@@ -52,7 +52,10 @@ def read(path: Path) -> list[Request]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror or error}); "
+            "expected a trace file, or KIND:SECONDS@RATE such as chat:600@20"
+        ) from None
     found: list[Request] = []
     decoder = msgspec.json.Decoder(_Line)
     for number, text in enumerate(lines, 1):
