@@ -145,7 +145,8 @@ def create_app(
     api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
     router = Router(routes, redirect_slashes=False)
-    border = ErrorMiddleware(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
+    hint = "; GET /version lists the routes; admin routes have an address of their own, which the server's start prints"
+    border = ErrorMiddleware(router, edge, config, gateway.metrics, tellers, hint)
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
 

@@ -24,17 +24,16 @@ def ask(
             method, url.rstrip("/") + path, headers=headers, timeout=timeout, trust_env=False, **more
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise _nobody(url, str(error)) from None
+        raise no_admin_routes(url, str(error)) from None
     if answer.status_code == 200:
         return answer
     try:
         why = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        raise _nobody(url, f"status {answer.status_code}") from None
-    if answer.status_code == 404 and why.startswith("there is no route "):
-        raise _nobody(url, "that is the public port: the server's start prints the address of its admin routes")
+        raise no_admin_routes(url, f"status {answer.status_code}") from None
     raise ConfigError(one_line(why))
 
 
-def _nobody(url: str, why: str) -> ConfigError:
+def no_admin_routes(url: str, why: str) -> ConfigError:
+    """The error if no admin routes answer at `url`."""
     return ConfigError(f"no admin routes at {url} ({one_line(why)}); see admin_port of the deployment")

@@ -6,9 +6,8 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
-from redline.cli.admin import ask
+from redline.cli.admin import ask, no_admin_routes
 from redline.cli.terminal import one_line
-from redline.errors import ConfigError
 
 
 def asked(request: str, url: str, key: str | None) -> dict[str, Any]:
@@ -16,7 +15,7 @@ def asked(request: str, url: str, key: str | None) -> dict[str, Any]:
     try:
         return ask("GET", url, f"/admin/requests/{quote(request, safe='')}", key).json()
     except ValueError:
-        raise ConfigError(f"no admin routes at {url}; see admin_port of the deployment") from None
+        raise no_admin_routes(url, "the answer is not JSON") from None
 
 
 def show(told: dict[str, Any], console: Console) -> int:

@@ -62,6 +62,7 @@ async def test_unknown_routes_and_methods_are_refused_in_openais_shape() -> None
         wrong = await world.http.get(CHAT)
         assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
         assert "GET /version lists" in error_of(missing)["message"]
+        assert "admin routes have an address of their own" in error_of(missing)["message"]
         assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
 

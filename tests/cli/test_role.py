@@ -24,7 +24,6 @@ def test_a_role_is_asked_for_and_what_comes_of_it_is_said(capsys: pytest.Capture
         ({"error": {"message": "a is the last worker that answers"}}, 409, "a is the last worker that answers"),
         ({"error": {"message": "no such key"}}, 401, "no such key"),
         ("not what was expected", 502, "no admin routes at"),
-        ({"error": {"message": "there is no route /admin/workers/a/role"}}, 404, "no admin routes at"),
     ],
 )
 def test_why_a_worker_cannot_is_one_line(answer: object, status: int, why: str) -> None:
