@@ -808,7 +808,9 @@ def test_the_shortest_context_answers_the_example_that_is_printed(start: Callabl
     assert least is not None, refused.said
     server = start(tiny, "--max-model-len", least[1]).until_ready()
     asked = [{"role": "user", "content": "What is 347 + 586?"}]
-    answer = server.client.chat.completions.create(model="tiny", messages=asked, extra_body={"ignore_eos": True})
+    # A random model also writes tool-call marks, and without tools such a mark ends the answer: bias it to "a".
+    asked_for = {"ignore_eos": True, "logit_bias": {str(ord("a")): 100}}
+    answer = server.client.chat.completions.create(model="tiny", messages=asked, extra_body=asked_for)
     assert answer.usage is not None
     assert answer.usage.completion_tokens >= 16
 
