@@ -7,8 +7,8 @@ DOCS = Path(__file__).parent
 WALK = (
     ("api", "HTTP to request", "Ask"),
     ("chat", "text to tokens", "Job"),
-    ("route", "choose a worker", "Job"),
-    ("plan", "schedule a step", "Step"),
+    ("router", "choose a worker", "Job"),
+    ("scheduler", "schedule a step", "Step"),
     ("run", "execute it", "rows"),
     ("model", "Kimi K2", "ops"),
     ("kernels", "CPU or GPU", ""),

@@ -38,19 +38,19 @@ from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
 from redline.api.gateway import Gateway
-from redline.api.metrics import Metrics
+from redline.api.telemetry.metrics import Metrics
 from redline.chat.constraint import Calls, Constraint, compose
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
+from redline.messages.channel import MemoryChannel
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.news import Stop
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import Matcher, Matchers
-from redline.wire.channel import MemoryChannel
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.news import Stop
 from redline.worker.config import DraftConfig, EngineConfig, Suffix
 from redline.worker.engine import EngineCore, Loaded
 from tests.tiny_tokenizer import TINY_VOCAB, tokenizer

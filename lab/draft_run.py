@@ -26,7 +26,7 @@ from redline.draft.recipe import RunConfig, run, stages_of
 from redline.draft.stages import Stage, seconds_of
 from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 from redline.worker.engine import pick_device
 
 

@@ -35,19 +35,19 @@ from redline import clock
 from redline.api.app import STREAM_START, create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
-from redline.api.metrics import Metrics
-from redline.api.openai import Streaming
-from redline.api.server import uvicorn_config
-from redline.api.sse import DONE, ChatStream
-from redline.api.stream_flusher import DIRECT, ImmediateWriter
+from redline.api.http.server import uvicorn_config
+from redline.api.http.stream_flusher import DIRECT, ImmediateWriter
+from redline.api.openai.requests import Streaming
+from redline.api.openai.sse import DONE, ChatStream
+from redline.api.telemetry.metrics import Metrics
 from redline.chat.events import Text
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
-from redline.route.worker_registry import WorkerHandle
-from redline.wire.codec import Wire, decode, encode
-from redline.wire.delta import Delta
-from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ready
+from redline.messages.codec import Wire, decode, encode
+from redline.messages.delta import Delta
+from redline.messages.job import Abort, Job, JobId
+from redline.messages.news import Ready
+from redline.router.worker_registry import WorkerHandle
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 MODEL = "fake"

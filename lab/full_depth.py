@@ -33,13 +33,13 @@ from redline.bench.record import provenance
 from redline.bench.step.depth import Depth
 from redline.bench.step.predict import distinct_experts
 from redline.errors import ConfigError, RedlineError
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.config import K2Config
 from redline.model.k2.random_weights import dense_layers
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import k25_config
 from redline.ops.op import Machine
 from redline.run.fit import fit
-from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import free_memory, pick_device, sizes_of
 from tests.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer

@@ -16,10 +16,10 @@ import msgspec
 from lab.handoff_receiver import HARMS, LEAST, Content, Offered
 from redline import clock
 from redline.kernels.cpu.checksum import of_memory
+from redline.messages.parcel import Ticket
 from redline.transport.base import Transport
 from redline.transport.choice import open_transport
 from redline.transport.ledger import TransferBufferPool
-from redline.wire.parcel import Ticket
 
 OUTSTANDING = 64  # maximum chunks lent at once
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from redline.kernels.cpu.checksum import of_memory
+from redline.messages.parcel import Ticket
 from redline.transport.base import Memory, Peer, Reading, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
-from redline.wire.parcel import Ticket
 
 _TABLE = 8 << 20  # random bytes; each chunk is a slice of them
 NUMBER = 8  # bytes of the number in front: two numbers never have the same bytes

@@ -27,8 +27,8 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId, Sampling
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 

@@ -37,12 +37,12 @@ from lab.program import count, output, program
 from redline import clock
 from redline.bench.record import provenance
 from redline.errors import RedlineError
+from redline.messages.handoff import ChunkReady
+from redline.messages.job import PAGE_TOKENS, JobId
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer
 from redline.transport.choice import TransportName
-from redline.wire.handoff import ChunkReady
-from redline.wire.job import PAGE_TOKENS, JobId
 from redline.worker.engine import pick_device
 from redline.worker.kv_receiver import READ_S, Budget, KvReceiver
 from redline.worker.kv_sender import KvSender

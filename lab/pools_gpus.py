@@ -52,14 +52,14 @@ from redline import clock
 from redline.bench.record import provenance
 from redline.chat.hashing import page_hashes
 from redline.errors import ConfigError, RedlineError
+from redline.messages.channel import SocketInbox, SocketOutbox, ipc_address
+from redline.messages.delta import Delta
+from redline.messages.handoff import Prefill
+from redline.messages.job import Abort, Job, JobId, PagesFrom, Sampling
+from redline.messages.news import Failed, Load, Ready, Role, Stop
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
 from redline.transport.choice import TransportName
-from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
-from redline.wire.delta import Delta
-from redline.wire.handoff import Prefill
-from redline.wire.job import Abort, Job, JobId, PagesFrom, Sampling
-from redline.wire.news import Failed, Load, Ready, Role, Stop
 from redline.worker.config import EngineConfig, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"

@@ -53,10 +53,10 @@ from redline.chat.hashing import make_job
 from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import RedlineError
+from redline.messages.delta import Delta
+from redline.messages.job import JobId, Sampling
 from redline.model.k2.cpu import K2
 from redline.ops.op import Cost, Machine
-from redline.wire.delta import Delta
-from redline.wire.job import JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 

@@ -48,13 +48,13 @@ from redline.bench.record import provenance
 from redline.chat.hashing import make_job
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import ConfigError, RedlineError
+from redline.messages.delta import Delta
+from redline.messages.job import PAGE_TOKENS, JobId, Sampling
+from redline.messages.news import TierLoad
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
 from redline.run.tiers.parts import Span
 from redline.run.tiers.parts import told as told_parts
-from redline.wire.delta import Delta
-from redline.wire.job import PAGE_TOKENS, JobId, Sampling
-from redline.wire.news import TierLoad
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of, pick_device
 

@@ -32,6 +32,7 @@ from redline.bench.machine import device_name
 from redline.bench.record import provenance
 from redline.errors import RedlineError
 from redline.kernels.by_chip import checksums
+from redline.messages.job import PAGE_TOKENS, PageHash, PageId
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import shape
@@ -41,7 +42,6 @@ from redline.run.tiers.memory import SLAB_BYTES
 from redline.run.tiers.pages import WholePages, seal, seed_of
 from redline.run.tiers.parts import Span, told
 from redline.run.tiers.store import Saved, Store
-from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 from redline.worker.engine import pick_device
 
 LIMIT_S = 75.0  # time limit of the program; results measured by then are printed

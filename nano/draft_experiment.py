@@ -65,8 +65,8 @@ from redline.draft.train import train as draft_train
 from redline.draft.train.budget import Budget
 from redline.draft.train.train import Sizes, TrainConfig
 from redline.draft.train.trainer import Recipe
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
-from redline.wire.base import Record
 from redline.worker.acceptance import Spoken, perfect, spoken
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Floats = NDArray[np.float64]
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from redline.plan.planner import PlanConfig, Planner
-from redline.plan.prefill_budget import Forecast
-from redline.plan.speculation import MOST_FORCED
+from redline.messages.channel import MemoryChannel
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
+from redline.messages.news import Stop
+from redline.messages.step import Begin, CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.policy.costs import StepCosts
 from redline.run.layer_marks import Meanwhile
-from redline.tune.costs import StepCosts
-from redline.wire.channel import MemoryChannel
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
-from redline.wire.news import Stop
-from redline.wire.step import Begin, CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.prefill_budget import Forecast
+from redline.scheduler.speculation import MOST_FORCED
 from tests.clocks import FakeClock
 
 VOCABULARY = 97

@@ -275,9 +275,9 @@ def _import() -> None:
     import redline.cli.chat
     import redline.cli.doctor
     import redline.cli.prompt
-    import redline.fleet.agent
-    import redline.fleet.replica
-    import redline.fleet.serve
+    import redline.deploy.agent
+    import redline.deploy.replica
+    import redline.deploy.serve
     import redline.worker.main
     import redline.worker.rank  # noqa: F401
 

@@ -7,15 +7,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline.messages.codec import Wire, decode, encode
+from redline.messages.delta import Delta
+from redline.messages.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
+from redline.messages.job import Job, PagesFrom
+from redline.messages.step import Step, StepResult
 from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending
 from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
-from redline.wire.codec import Wire, decode, encode
-from redline.wire.delta import Delta
-from redline.wire.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
-from redline.wire.job import Job, PagesFrom
-from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
 from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import StepInFlight, turn

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from redline.wire.step import Step
+from redline.messages.step import Step
 from redline.worker.ranks import LeadingRunner
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.fleet.test_serve import REDLINE, ROOT, Server
+from tests.deploy.test_serve import REDLINE, ROOT, Server
 from tests.test_guides import GUIDES, wrong
 from tests.waiting import LIMIT_S
 
@@ -25,8 +25,8 @@ NOT_RUN = {
     "make serve": "the test starts its own server",
     "make test": "this is one of its tests",
     "hf download": "594 GB",
-    "redline serve": "the server would keep running; tests/fleet starts servers",
-    "redline agent": "needs a server that waits for machines; tests/fleet/test_machines.py has one",
+    "redline serve": "the server would keep running; tests/deploy starts servers",
+    "redline agent": "needs a server that waits for machines; tests/deploy/test_machines.py has one",
     "redline doctor weights/kimi-k2.6": "needs a downloaded folder",
     "redline eval": "half an hour",
     "redline simulate": "half a minute",

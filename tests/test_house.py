@@ -26,8 +26,8 @@ from setuptools import find_namespace_packages
 import redline
 from redline.__main__ import PYTHONS
 from redline.cli import app
-from redline.fleet.config import ServeConfig, Workers
-from redline.fleet.process import OF_A_WORKER
+from redline.deploy.config import ServeConfig, Workers
+from redline.deploy.process import OF_A_WORKER
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -380,7 +380,7 @@ def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
     """
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("ops", "kernels", "transport", "model", "run", "plan", "wire")
+        for room in ("ops", "kernels", "transport", "model", "run", "scheduler", "messages")
         for path in sorted((ROOT / "redline" / room).rglob("*.py"))
         if path.name not in ("__init__.py", "channel.py", "handshakes.py", "kv_sockets.py") and path.parent != TRITON
     ]
@@ -477,7 +477,7 @@ def test_the_search_for_offences_finds_them(source: str):
     assert offences(ast.parse(source), FORBIDDEN_CALLS)
 
 
-@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "simulate", "api", "transport"])
+@pytest.mark.parametrize("room", ["messages", "policy", "chat", "scheduler", "simulate", "api", "transport"])
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
     """import-linter checks the import laws; this test also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):

@@ -12,12 +12,12 @@ from openai import AsyncOpenAI
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
 from redline.api.gateway import Gateway
-from redline.api.metrics import Metrics
+from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.messages.channel import MemoryChannel
+from redline.messages.news import Stop
 from redline.model.k2.write import random_checkpoint
-from redline.wire.channel import MemoryChannel
-from redline.wire.news import Stop
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 from tests.tiny_model import kernel_config

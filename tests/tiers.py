@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from redline.messages.delta import Delta
+from redline.messages.job import Job
+from redline.messages.news import TierLoad
 from redline.run.tiers.store import Tier
-from redline.wire.delta import Delta
-from redline.wire.job import Job
-from redline.wire.news import TierLoad
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from redline.chat.hashing import make_job
+from redline.messages.delta import Delta, Finish
+from redline.messages.job import PAGE_TOKENS, Job, JobId, Sampling
+from redline.messages.step import TokenLogprobs
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, load
 from redline.model.k2.write import random_checkpoint, tiny_config
-from redline.plan.planner import _is_compiled
 from redline.run.fit import Layout
-from redline.wire.delta import Delta, Finish
-from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
-from redline.wire.step import TokenLogprobs
+from redline.scheduler.planner import _is_compiled
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import EngineCore, Loaded
 from redline.worker.loop import StepInFlight, turn

@@ -5,15 +5,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.fleet.test_machines import agent_of
-from tests.fleet.test_pools import (  # noqa: F401
+from tests.deploy.test_machines import agent_of
+from tests.deploy.test_pools import (  # noqa: F401
     served,
     test_prompts_are_computed_by_the_one_and_answers_given_by_the_other,
     tokens_of,
     workers,
 )
-from tests.fleet.test_pools import test_it_ends_cleanly as ends_cleanly
-from tests.fleet.test_serve import Server
+from tests.deploy.test_pools import test_it_ends_cleanly as ends_cleanly
+from tests.deploy.test_serve import Server
 
 MACHINES = """at = "gpu-1"
 [cluster]

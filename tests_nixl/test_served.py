@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fleet.test_pools import (  # noqa: F401
+from tests.deploy.test_pools import (  # noqa: F401
     served,
     test_prompts_are_computed_by_the_one_and_answers_given_by_the_other,
     test_streams_go_on_when_a_worker_is_killed,
     tokens_of,
     workers,
 )
-from tests.fleet.test_pools import test_it_ends_cleanly as ends_cleanly
-from tests.fleet.test_serve import Server
+from tests.deploy.test_pools import test_it_ends_cleanly as ends_cleanly
+from tests.deploy.test_serve import Server
 
 NIXL = '[handoff]\ntransport = "nixl"\n'
 

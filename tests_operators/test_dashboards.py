@@ -23,7 +23,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from lab.trees import free_port
-from tests.fleet.test_serve import NANO, Server, wait_for
+from tests.deploy.test_serve import NANO, Server, wait_for
 from tests.operators.queries import EXAMPLES, panels
 
 WINDOW = "15s"  # in the place of Grafana's $__rate_interval, which follows from the scrapes' interval

@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from redline.model.k2.write import random_checkpoint
-from tests.fleet.test_machines import (
+from tests.deploy.test_machines import (
     ADMIN_KEY,
     ANSWER,
     CLUSTER_KEY,
@@ -21,7 +21,7 @@ from tests.fleet.test_machines import (
     tokens_of,
     tokens_while,
 )
-from tests.fleet.test_serve import Server, wait_for
+from tests.deploy.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 

@@ -11,16 +11,16 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from redline.api.app import ErrorMiddleware, json_response
-from redline.api.auth_state import AuthState
+from redline.api.auth.auth_state import AuthState
 from redline.api.config import ApiConfig
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
-from redline.api.metrics import Metrics
-from redline.api.profile import Profiler
-from redline.api.request_traces import MOST_JOBS
-from redline.route.worker_registry import WorkerHandle, WorkerRegistry
-from redline.wire.base import Record
-from redline.wire.news import Role
+from redline.api.telemetry.metrics import Metrics
+from redline.api.telemetry.profile import Profiler
+from redline.api.telemetry.request_traces import MOST_JOBS
+from redline.messages.base import Record
+from redline.messages.news import Role
+from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 
 MOST_BODY_BYTES = 1024  # of the body of an admin request
 

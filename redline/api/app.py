@@ -24,40 +24,40 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline import __version__, clock
-from redline.api import metrics
-from redline.api.access import OPEN_PATHS, Headers, check_page, check_single, header
-from redline.api.answers import (
+from redline.api.anthropic.events import MESSAGES, count_answer, messages_error
+from redline.api.anthropic.requests import read_count
+from redline.api.ask import Prompt
+from redline.api.auth.access import OPEN_PATHS, Headers, check_page, check_single, header
+from redline.api.auth.auth_state import AuthState
+from redline.api.auth.quota import CALLER, Account, Caller
+from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.dialect import A, Dialect, EventStream, Reply
+from redline.api.errors import Answer, Refusal
+from redline.api.gateway import Gateway, Generation
+from redline.api.http.cors import Cors, check_origins
+from redline.api.http.stream_flusher import DIRECT
+from redline.api.http.unpack import check_encoding, unpacked
+from redline.api.openai.answers import (
     detokenize_answer,
     gather,
     tokenize_answer,
     tokenizer_info,
 )
-from redline.api.anthropic import read_count
-from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
-from redline.api.ask import Prompt
-from redline.api.auth_state import AuthState
-from redline.api.chat_page import FILES, EngineView, page_routes
-from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.cors import Cors, check_origins
-from redline.api.dialect import A, Dialect, EventStream, Reply
-from redline.api.errors import Answer, Refusal
-from redline.api.gateway import Gateway, Generation
-from redline.api.metrics import Metrics
-from redline.api.openai import read_detokenize, read_tokenize
-from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
-from redline.api.openapi import openapi
-from redline.api.openapi_page import PAGE_HEADERS, page
-from redline.api.operations import operations
+from redline.api.openai.dialects import CHAT, COMPLETIONS, openai_error
+from redline.api.openai.requests import read_detokenize, read_tokenize
+from redline.api.openapi.document import openapi
+from redline.api.openapi.operations import operations
+from redline.api.openapi.page import PAGE_HEADERS, page
+from redline.api.page.chat_page import FILES, EngineView, page_routes
+from redline.api.page.render import PATH as RENDER_PATH
+from redline.api.page.render import Renderer
 from redline.api.paging import page_limit
-from redline.api.quota import CALLER, Account, Caller
-from redline.api.render import PATH as RENDER_PATH
-from redline.api.render import Renderer
-from redline.api.request_span import RequestSpan
-from redline.api.response_store import ResponseStore
-from redline.api.responses import ResponsesRequest, read_input_tokens
-from redline.api.responses_events import KeptResponses, count_input, responses
-from redline.api.stream_flusher import DIRECT
-from redline.api.unpack import check_encoding, unpacked
+from redline.api.responses.events import KeptResponses, count_input, responses
+from redline.api.responses.requests import ResponsesRequest, read_input_tokens
+from redline.api.responses.store import ResponseStore
+from redline.api.telemetry import metrics
+from redline.api.telemetry.metrics import Metrics
+from redline.api.telemetry.request_span import RequestSpan
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
 

@@ -2,8 +2,8 @@
 
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation
-from redline.wire.base import Record
-from redline.wire.job import Sampling
+from redline.messages.base import Record
+from redline.messages.job import Sampling
 
 MOST_BIASES = 300  # tokens in `logit_bias`
 WHAT_IS_LEFT = (1 << 31) - 1  # as Sampling.max_tokens: all that the context still holds

@@ -1,6 +1,6 @@
 """Configuration of the API.
 
-Every size and count that a client can send is limited here or in the types of `openai.py`.
+Every size and count that a client can send is limited here or in the types of `openai/requests.py`.
 """
 
 from typing import Annotated
@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 MIB = 1 << 20
 
@@ -62,7 +62,8 @@ class KeyLimits(Record, frozen=True):
 
 
 class Sla(Record, frozen=True):
-    """SLO targets of a class of requests; None: no target. Each request meets or misses them (`redline.api.sla`)."""
+    """SLO targets of a class of requests; None: no target. Each request meets or misses them
+    (`redline.api.telemetry.sla`)."""
 
     ttft_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # from the request's arrival to its first token
     itl_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # mean time between two tokens of the answer
@@ -87,7 +88,7 @@ class ApiConfig(Record, frozen=True):
     """Configuration of the API server. Without `keys_file` everyone who can reach the port is served."""
 
     served_model_names: tuple[str, ...]  # the first is the default; requests may use any
-    keys_file: str | None = None  # format: see `redline.api.keys`
+    keys_file: str | None = None  # format: see `redline.api.auth.keys`
     per_key: KeyLimits = KeyLimits()  # default limits of key names
     sla: dict[str, Sla] = msgspec.field(
         default_factory=dict[str, Sla]

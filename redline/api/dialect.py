@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from redline.api.answers import Choice
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
 from redline.api.errors import Answer
 from redline.api.gateway import Batch, Generation
+from redline.api.openai.answers import Choice
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Streaming(Record, frozen=True):

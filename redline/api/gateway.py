@@ -26,15 +26,15 @@ import msgspec
 
 from redline import clock
 from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
+from redline.api.auth.quota import CALLER, Caller, ServedRate
 from redline.api.config import Limits, Sla
-from redline.api.grammars import Grammars
-from redline.api.metrics import Metrics
+from redline.api.grammars.grammars import Grammars
+from redline.api.http.stream_flusher import ImmediateWriter, StreamFlusher
 from redline.api.peer_replicas import PeerReplicas
-from redline.api.quota import CALLER, Caller, ServedRate
-from redline.api.request_span import RequestSpan
-from redline.api.request_traces import RequestTrace, RequestTraces
-from redline.api.sla import Attainment, Took, targets_of
-from redline.api.stream_flusher import ImmediateWriter, StreamFlusher
+from redline.api.telemetry.metrics import Metrics
+from redline.api.telemetry.request_span import RequestSpan
+from redline.api.telemetry.request_traces import RequestTrace, RequestTraces
+from redline.api.telemetry.sla import Attainment, Took, targets_of
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -54,20 +54,20 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.preemption_forecast import ConcurrentAnswer, goes_on
-from redline.route.request_history import RequestHistory, RequestRecord
-from redline.route.roles import STAY_S, is_done
-from redline.route.worker_registry import Route, WorkerHandle, WorkerRegistry
-from redline.tune.targets import Targets
-from redline.wire.channel import AsyncInbox, Outbox
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta, Finish, Note, Preempted, Resumed
-from redline.wire.handoff import Prefill, WorkerDown
-from redline.wire.job import PAGE_TOKENS, Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Cached, Failed, Heartbeat, Load, Missed, Ping, Ready, Role, RoleTaken, TakeRole
-from redline.wire.profile import Profiled
-from redline.wire.replicas import Use
-from redline.wire.step import Proposer, TokenLogprobs
+from redline.messages.channel import AsyncInbox, Outbox
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta, Finish, Note, Preempted, Resumed
+from redline.messages.handoff import Prefill, WorkerDown
+from redline.messages.job import PAGE_TOKENS, Abort, Grammar, Job, JobId, Sampling
+from redline.messages.news import Cached, Failed, Heartbeat, Load, Missed, Ping, Ready, Role, RoleTaken, TakeRole
+from redline.messages.profile import Profiled
+from redline.messages.replicas import Use
+from redline.messages.step import Proposer, TokenLogprobs
+from redline.policy.targets import Targets
+from redline.router.preemption_forecast import ConcurrentAnswer, goes_on
+from redline.router.request_history import RequestHistory, RequestRecord
+from redline.router.roles import STAY_S, is_done
+from redline.router.worker_registry import Route, WorkerHandle, WorkerRegistry
 
 INLINE_CHARS = 4096  # encoding more characters takes over a millisecond, during which the event loop serves no stream
 SEED_MASK = (1 << 63) - 1

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from redline.route.worker_registry import WorkerHandle
-from redline.wire.replicas import Use
+from redline.messages.replicas import Use
+from redline.router.worker_registry import WorkerHandle
 
 
 class PeerReplicas:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from redline import clock
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 BLOCK = 8 << 20  # bytes per plain read
 THREADS = 1, 4, 8  # thread counts of plain reads

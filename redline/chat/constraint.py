@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from redline.chat.conversation import Conversation, Tool
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.base import Record
-from redline.wire.job import Grammar, Thinking
+from redline.messages.base import Record
+from redline.messages.job import Grammar, Thinking
 
 # White space between the parts of a JSON text. Bounded, since some models would repeat it for ever.
 WHITESPACE = r"\x20|\r?\n(\x20{0,16}|\t{0,8})"

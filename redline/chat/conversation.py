@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class ToolCall(Record, frozen=True):

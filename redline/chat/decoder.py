@@ -11,8 +11,8 @@ from redline.chat.parser import Parser, PlainText, Reader
 from redline.chat.shown import Shown, shown
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Delta, Finish
-from redline.wire.step import TokenLogprobs
+from redline.messages.delta import Delta, Finish
+from redline.messages.step import TokenLogprobs
 
 
 class Decoder:

@@ -1,8 +1,8 @@
 """The events of an answer, in the order in which a client receives them."""
 
-from redline.wire.base import Record
-from redline.wire.delta import Finish
-from redline.wire.step import TokenLogprobs
+from redline.messages.base import Record
+from redline.messages.delta import Finish
+from redline.messages.step import TokenLogprobs
 
 
 class Text(Record, frozen=True):

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 # Ranges of sampling parameters, for requests and checkpoints alike.
 Temperature = Annotated[float, Meta(ge=0, le=2)]

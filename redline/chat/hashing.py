@@ -8,7 +8,7 @@ import struct
 from array import array
 from hashlib import blake2b
 
-from redline.wire.job import PAGE_TOKENS, Job, JobId, MediaSpan, PageHash, Sampling
+from redline.messages.job import PAGE_TOKENS, Job, JobId, MediaSpan, PageHash, Sampling
 
 _BYTES = 16  # per hash: a collision is unlikely among fewer than 2^64 pages
 _PAGE_BYTES = 4 * PAGE_TOKENS

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 DEPTH = 64  # nesting of a tool's parameters: the template walks through them
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised by decoding a line that is not a Chat

@@ -111,7 +111,7 @@ def agent(
     ] = None,
 ) -> None:
     """Run a deployment's workers on this machine, as ordered by its server, until SIGTERM or Ctrl-C."""
-    from redline.fleet.agent import AgentConfig, check_name, run_agent, this_host
+    from redline.deploy.agent import AgentConfig, check_name, run_agent, this_host
 
     raise typer.Exit(run_agent(AgentConfig(join, key_file, check_name(name or this_host()), listen)))
 

@@ -12,11 +12,11 @@ from redline.bench.record import provenance
 from redline.cli.console import save_result, say
 from redline.disk import check_output
 from redline.disk import save as save_file
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
 from redline.quant.audit import Audit, Bounds, audit
 from redline.quant.texts import chosen, halves
-from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 NAMED = 20  # maximum number of excesses printed

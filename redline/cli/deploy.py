@@ -188,9 +188,9 @@ def _serve(source: Path, flags: dict[str, Any]) -> int:
     and a page for browsers at /. Every flag is a key of deployment.toml (--draft and those after it: of its table
     engine.speculation), and overrides the file; `redline config` shows the effective values.
     """
-    from redline.fleet import config as deployment
-    from redline.fleet.process import check_process
-    from redline.fleet.serve import serve as run_server
+    from redline.deploy import config as deployment
+    from redline.deploy.process import check_process
+    from redline.deploy.serve import serve as run_server
 
     check_process()
     terminal = Terminal()
@@ -202,8 +202,8 @@ def _config(source: Path, flags: dict[str, Any]) -> int:
 
     `redline config FOLDER > deployment.toml` makes a file to begin with. Loads and serves nothing.
     """
-    from redline.fleet import config as deployment
-    from redline.fleet.shown import as_toml
+    from redline.deploy import config as deployment
+    from redline.deploy.shown import as_toml
 
     if source.is_dir():
         check_model(source, weights=False)
@@ -229,8 +229,8 @@ def manifests(
     ] = "redline",
 ) -> None:
     """Print the Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods with agents."""
-    from redline.fleet import config as deployment
-    from redline.fleet.manifests import Around, as_yaml, rendered
+    from redline.deploy import config as deployment
+    from redline.deploy.manifests import Around, as_yaml, rendered
 
     config = deployment.read(source, {})
     print(as_yaml(rendered(config, kind, Around(image, name, claim, secret))), end="")

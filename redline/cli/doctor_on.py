@@ -32,14 +32,14 @@ from redline.bench.step.predict import (
 )
 from redline.bench.step.rounds import drafter_weights
 from redline.errors import ConfigError
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
+from redline.policy.synthetic import GOLDEN
 from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
-from redline.tune.synthetic import GOLDEN
-from redline.wire.job import PAGE_TOKENS
 
 LABEL = 17  # columns of a line's label
 WIDEST = 120

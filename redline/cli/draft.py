@@ -104,8 +104,8 @@ def capture(
     device: Device = None,
 ) -> None:
     """Capture the target's hidden states over a corpus, stored for training."""
+    from redline.deploy.config import size
     from redline.draft.corpus.capture import CaptureConfig, run
-    from redline.fleet.config import size
 
     config = CaptureConfig(
         target=str(target),

@@ -15,9 +15,9 @@ from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
-from redline.wire.base import Record
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of
 

@@ -61,11 +61,11 @@ def quantize(
     import msgspec
 
     from redline.bench.quality.texts import read_texts
+    from redline.messages.base import explained
     from redline.model.k2.config import K2Config
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
     from redline.quant.texts import Text, chosen, halves
-    from redline.wire.base import explained
 
     values: dict[str, Any] = {
         "source": str(source),

@@ -16,15 +16,15 @@ from redline.cli.console import say, until_interrupted
 from redline.cli.simulate_page import COLUMNS, cells, roles_of, sections
 from redline.disk import check_output, save
 from redline.errors import ConfigError
+from redline.messages.base import Record
+from redline.policy.expected import Roles, WorkerModel
+from redline.policy.targets import Targets
 from redline.progress import Working
 from redline.simulate import traces
 from redline.simulate.figures import Bucket, Figures, figures
 from redline.simulate.fleet import Counted, Setting, Simulation, Way
 from redline.simulate.models import worker_model
 from redline.simulate.traces import KINDS, Phase, Request
-from redline.tune.expected import Roles, WorkerModel
-from redline.tune.targets import Targets
-from redline.wire.base import Record
 
 DEFAULT = Targets(ttft_s=2.0, itl_s=0.05)
 MOST_WORKERS = 20_000

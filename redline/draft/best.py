@@ -17,7 +17,7 @@ from redline.draft.evaluate import Mode, Pooled
 from redline.draft.export import ExportConfig
 from redline.draft.mine.report import narrow
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 from redline.worker.acceptance import RESAMPLES
 
 BASE, MINED, CONTROL = "base", "mined", "control"

@@ -38,11 +38,11 @@ from redline.draft.mine.difficulty import Scores, Serving, walk
 from redline.draft.mine.report import drawn, length_plot, narrow, tell_skipped
 from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
+from redline.messages.base import Record
+from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
-from redline.wire.base import Record
-from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine

@@ -15,9 +15,9 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from redline.disk import is_full, written
+from redline.messages.base import Record
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
-from redline.wire.base import Record
 
 
 class ExportConfig(Record, frozen=True):

@@ -43,8 +43,8 @@ from redline.draft.stages import Stage, fill, run_stages
 from redline.draft.train import train
 from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
-from redline.wire.base import Record
 from redline.worker.config import new_spelling
 
 TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")

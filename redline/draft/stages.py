@@ -24,7 +24,7 @@ from rich.console import Console
 from redline import clock
 from redline.disk import save, written
 from redline.errors import ConfigError
-from redline.wire.base import Record, explained
+from redline.messages.base import Record, explained
 
 STAMPS = "stamps"
 

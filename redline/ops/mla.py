@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.add_norm import rms_norm
 from redline.ops.formats import E4M3_MOST, Plain, W, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 from redline.ops.staged import staged
-from redline.wire.job import PAGE_TOKENS
 
 FILL = 64  # tokens: `prefill_whole` pads its chunks to a multiple of this
 FP8 = torch.float8_e4m3fn

@@ -19,13 +19,13 @@ from torch import Tensor
 from redline import clock
 from redline.errors import ConfigError
 from redline.kernels.by_chip import linear
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint, Weight, weights
 from redline.model.k2.cpu import Reader
 from redline.ops.moe import gated
 from redline.quant.read import dense
 from redline.quant.stream import through
 from redline.quant.texts import Text
-from redline.wire.base import Record
 
 ROWS = 512  # positions with logits in memory at once
 TOKENS_OF_AN_EXPERT = 512  # maximum number of tokens by which an expert's outputs are compared

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from redline.disk import save, sync
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint, Weight
 from redline.ops.formats import E4M3_MOST, NVFP4_MOST
 from redline.ops.moe import gated
 from redline.quant.read import dense
 from redline.quant.stream import through
 from redline.quant.texts import Text
-from redline.wire.base import Record
 
 ROWS = 8192  # maximum number of rows for calibrating a weight, spread evenly over all its inputs
 SEEN = 32  # rows below which an expert is not calibrated: its moments would come from a handful of tokens

@@ -24,6 +24,7 @@ from redline import clock
 from redline.disk import alone, check_room, human, is_full, save, written
 from redline.errors import ConfigError
 from redline.limits import processors
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint, Stored, weights
 from redline.model.k2.config import Int4Experts, Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
@@ -46,7 +47,6 @@ from redline.quant.nvfp4 import Error
 from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, as_stored, check, is_layout, kept, tasks
 from redline.quant.shard import Entry, file_bytes, measured, write_shard
 from redline.quant.texts import Text
-from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 HF_QUANT = "hf_quant_config.json"

@@ -8,10 +8,10 @@ from typing import Literal
 from msgspec.structs import replace
 
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint, Weight
 from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization, Unquantized
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
-from redline.wire.base import Record
 
 Format = Literal["nvfp4-modelopt", "nvfp4-ct", "int4", "bf16"]
 Level = Literal["fast", "search", "calibrated"]

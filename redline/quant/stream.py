@@ -15,13 +15,13 @@ from torch import Tensor
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.moe import moe
 from redline.kernels.inputs import Chunk, Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import Reader
 from redline.model.k2.forward import attended, route
 from redline.ops.mla import rounds
 from redline.quant.texts import Text
-from redline.wire.job import PAGE_TOKENS
 
 CALL_TOKENS = 8192  # maximum tokens of the texts that go through a layer together
 

@@ -15,6 +15,8 @@ import torch
 from redline.errors import ConfigError
 from redline.kernels.hopper.step.adjust import LogitAdjustments
 from redline.kernels.hopper.step.step_rows import MOST_STEP
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
@@ -22,8 +24,6 @@ from redline.model.k2.shard import part_of, rooms_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Shape
 
 # Default share of the memory left for pages, and its upper bound in bytes
 KV_SHARE = 0.25

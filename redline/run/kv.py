@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from redline.errors import ConfigError
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.fit import Layout
-from redline.wire.job import PAGE_TOKENS
 
 
 class KvPool:

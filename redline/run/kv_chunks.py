@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from redline.messages.handoff import Piece
+from redline.messages.job import PAGE_TOKENS, PageId
 from redline.run.kv import KvPool
-from redline.wire.handoff import Piece
-from redline.wire.job import PAGE_TOKENS, PageId
 
 VERSION = 1
 PARCEL_BYTES = 4 << 20  # largest size, unless one layer of one page is larger

@@ -28,6 +28,8 @@ from redline.errors import RankLost, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.group import START_S, STEP_S, Group, meet
 from redline.kernels.hopper.faults import is_device_error
+from redline.messages.job import Grammar, Sampling
+from redline.messages.step import Begin, CapturedShapes, RowResult, Step, StepResult, TokenLogprobs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
@@ -41,8 +43,6 @@ from redline.run.kv import KvPool
 from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slot, Slots, Span
-from redline.wire.job import Grammar, Sampling
-from redline.wire.step import Begin, CapturedShapes, RowResult, Step, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

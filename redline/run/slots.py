@@ -17,12 +17,12 @@ from torch import Tensor
 
 from redline.kernels.cpu.blocks.step_inputs import StepMemory, memory, step_inputs
 from redline.kernels.inputs import Chunk, Inputs
+from redline.messages.job import PAGE_TOKENS, Sampling
+from redline.messages.step import Begin, Drafter, Row
 from redline.model.k2.cpu import K2
 from redline.ops.staged import staged
 from redline.run.drafting.suffix import Suffix
 from redline.run.grammar.matcher import Matcher, Matchers
-from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import Begin, Drafter, Row
 
 
 class Proposal(NamedTuple):

@@ -5,9 +5,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
+from redline.messages.base import Record
 from redline.simulate.fleet import Ended, Simulation
 from redline.simulate.worker import gap_ms
-from redline.wire.base import Record
 
 BUCKETS = 60  # of a run's time, at most
 LEAST_BUCKET_S = 10.0

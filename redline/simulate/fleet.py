@@ -16,18 +16,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from redline.route.choose import Candidate, Predicted, apart, beside, cheapest, predict
-from redline.route.pace import Busy, Pace
+from redline.messages.news import Role
+from redline.policy.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
+from redline.policy.expected import Asked, Roles, Traffic, WorkerModel
+from redline.policy.pairs import Work, expanded_of, pairs_of
+from redline.policy.roles import Choice, best_roles, choose_roles, settled, splits_to_try
+from redline.policy.roles import Fleet as Chosen
+from redline.policy.targets import Targets
+from redline.router.choose import Candidate, Predicted, apart, beside, cheapest, predict
+from redline.router.pace import Busy, Pace
 from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
-from redline.tune.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
-from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
-from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.roles import Choice, best_roles, choose_roles, settled, splits_to_try
-from redline.tune.roles import Fleet as Chosen
-from redline.tune.targets import Targets
-from redline.wire.news import Role
 
 EVERYBODY = 16  # largest pool in which every worker is considered for every request
 SOME = 4  # in larger pools: workers with the longest cached prefix, and random workers, that are considered

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from redline.errors import ConfigError
-from redline.tune.expected import WorkerModel
-from redline.tune.steps import StepModel
+from redline.policy.expected import WorkerModel
+from redline.policy.steps import StepModel
 
 # Decode: fitted to the predictions of `redline doctor --on "8 x H200"` for 1 to 32 rows of 1,024 to 32,768 tokens,
 # which are based on steps measured on one and on two H200s. More than 32 rows are extrapolated.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 BLOCK_TOKENS = 512
 

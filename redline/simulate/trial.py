@@ -9,10 +9,10 @@ import sys
 
 import msgspec
 
+from redline.messages.base import Record
+from redline.policy.expected import Roles, Traffic, WorkerModel
+from redline.policy.targets import Targets
 from redline.simulate.fleet import tried
-from redline.tune.expected import Roles, Traffic, WorkerModel
-from redline.tune.targets import Targets
-from redline.wire.base import Record
 
 NICE = 10  # lower priority than the serving processes
 

@@ -4,11 +4,11 @@ Steps are not simulated one by one. Between two events (a prefill completes, an 
 have the same batch, and each takes longer than the one before by a constant: m steps take
 m x first + growth x m (m - 1) / 2.  A job that arrives waits for the step in flight, as in the worker's loop.
 
-As in `plan/planner.py` every step has a decode row of each running answer. Of the rest of its token budget, half goes
-to prompts with less left to compute than the oldest, which together may overtake it by at most its own work; the other
-half goes to the oldest first. If a step's time is bounded (`step_ms`), `tune/chunks.py` chooses the prefill budget of
-mixed steps. A job begins when a slot and KV memory are free. Not simulated: preemption because pages run out (memory
-for a whole answer is reserved at once), and draft tokens except through `tokens_per_step`.
+As in `scheduler/planner.py` every step has a decode row of each running answer. Of the rest of its token budget, half
+goes to prompts with less left to compute than the oldest, which together may overtake it by at most its own work; the
+other half goes to the oldest first. If a step's time is bounded (`step_ms`), `policy/chunks.py` chooses the prefill
+budget of mixed steps. A job begins when a slot and KV memory are free. Not simulated: preemption because pages run out
+(memory for a whole answer is reserved at once), and draft tokens except through `tokens_per_step`.
 """
 
 import itertools
@@ -16,10 +16,10 @@ import math
 from collections import Counter, deque
 from heapq import heappop, heappush
 
-from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
-from redline.tune.expected import WorkerModel
-from redline.tune.pairs import Work
-from redline.wire.news import Role
+from redline.messages.news import Role
+from redline.policy.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
+from redline.policy.expected import WorkerModel
+from redline.policy.pairs import Work
 
 ALIKE = 4  # maximum of steps that are treated as equal if their time is bounded
 GAPS = 50  # histogram bins of inter-token gaps per factor of e: 2 % wide
@@ -257,7 +257,7 @@ class Worker:
         self._wake()
 
     def _bounded(self, most: int, now: float) -> int:
-        """Prefill token budget of a step, chosen as in `plan/prefill_budget.py`."""
+        """Prefill token budget of a step, chosen as in `scheduler/prefill_budget.py`."""
         step_ms = self.model.step_ms
         prompts = list(itertools.islice((job for job in self._prompts if job.remaining), LOOKED_AT))
         if step_ms is None or not self.rows or not prompts:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from redline import clock
-from redline.wire.parcel import Ticket, seed_of
+from redline.messages.parcel import Ticket, seed_of
 
 ALIGNED = 256  # bytes: the largest efficient single read of a GPU, and a whole number of checksum words
 EPOCH_BITS = 62  # size of a random first epoch, so that the epochs that follow it are below 2^63

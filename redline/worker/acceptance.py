@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from redline.wire.delta import Delta, Finish
+from redline.messages.delta import Delta, Finish
 
 RESAMPLES = 2000  # number of resamples of a bootstrap
 

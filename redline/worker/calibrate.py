@@ -7,11 +7,11 @@ before they read them.
 import math
 
 from redline import clock
-from redline.plan.recorded import RecordedShapes
+from redline.messages.job import PAGE_TOKENS, PageId, Sampling
+from redline.messages.step import Begin, Row, Shape, Step
+from redline.policy.costs import StepCosts
 from redline.run.runner import Runner
-from redline.tune.costs import StepCosts
-from redline.wire.job import PAGE_TOKENS, PageId, Sampling
-from redline.wire.step import Begin, Row, Shape, Step
+from redline.scheduler.recorded import RecordedShapes
 
 ROWS = 1, 4, 16, 64  # rows of a step; at most 16 on a CPU, where the time grows with the rows
 COUNTS = 1, 2, 4, 8  # positions of a row

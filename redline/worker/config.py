@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
+from redline.messages.base import Record
+from redline.messages.news import Role
+from redline.policy.synthetic import rates_of
 from redline.transport.choice import TransportName
-from redline.tune.synthetic import rates_of
-from redline.wire.base import Record
-from redline.wire.news import Role
 
 SUFFIX = "suffix"  # the value that a user gives in place of a drafter's folder, for suffix matching
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from redline.wire.channel import Outbox, SocketOutbox
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
-from redline.wire.news import Load, Ready
-from redline.wire.replicas import Replica
+from redline.messages.channel import Outbox, SocketOutbox
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
+from redline.messages.news import Load, Ready
+from redline.messages.replicas import Replica
 
 STARTER = ""  # used instead of a replica's name for the process that has started the worker
 

@@ -7,7 +7,7 @@ with their own.
 """
 
 from redline.errors import RankLost
-from redline.wire.step import Drawn, StepResult
+from redline.messages.step import Drawn, StepResult
 
 
 class Account:

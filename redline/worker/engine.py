@@ -28,6 +28,10 @@ from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
+from redline.messages.channel import Inbox, MemoryChannel, Outbox
+from redline.messages.delta import Delta
+from redline.messages.job import Abort, Job, JobId
+from redline.messages.news import Ready, Role, Stop
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -35,19 +39,15 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
-from redline.plan.planner import PlanConfig, Planner
+from redline.policy.floor import StepFloor
+from redline.policy.forecast import StepForecast
 from redline.run.fit import Layout, Sizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
-from redline.tune.floor import StepFloor
-from redline.tune.forecast import StepForecast
-from redline.wire.channel import Inbox, MemoryChannel, Outbox
-from redline.wire.delta import Delta
-from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ready, Role, Stop
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.floor import measure, step_work

@@ -15,7 +15,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_left_out, head_ranks
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
-from redline.tune.floor import Counted, StepFloor, StepWork
+from redline.policy.floor import Counted, StepFloor, StepWork
 
 SIDE = 256  # rows and columns of the matrices that a CPU thread multiplies: they fit into its caches
 _log = logging.getLogger(__name__)

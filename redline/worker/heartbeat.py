@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from redline.wire.channel import Outbox
-from redline.wire.news import Heartbeat
-from redline.wire.replicas import Replica
+from redline.messages.channel import Outbox
+from redline.messages.news import Heartbeat
+from redline.messages.replicas import Replica
 from redline.worker.delta_router import DeltaRouter
 
 BEAT_S = 0.25  # heartbeat interval in seconds; four missed ones make a worker silent (`worker_registry.MOVE_S`)

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
 
 
 class JobRunner(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from redline import clock
-from redline.wire.profile import Span
+from redline.messages.profile import Span
 
 MOST_S = 2.0  # seconds of kernels that are recorded: a small model runs a hundred thousand kernels per second
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from redline import clock
+from redline.messages.handoff import ChunkReady
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer, Reading, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
-from redline.wire.handoff import ChunkReady
 from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
 LOOK_S = 0.00002  # polling interval, in seconds, of transfers in progress

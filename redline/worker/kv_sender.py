@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from redline import clock
+from redline.messages.handoff import Piece
+from redline.messages.parcel import Ticket
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
-from redline.wire.handoff import Piece
-from redline.wire.parcel import Ticket
 from redline.worker.parcel_memory import ParcelMemory, Summed
 
 LEASE_S = 10.0  # duration of a lease: timeout, in seconds, for a chunk to be read

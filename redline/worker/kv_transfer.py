@@ -23,13 +23,10 @@ import msgspec
 
 from redline import clock
 from redline.errors import RedlineError, WorkerLost
-from redline.plan.planner import Computed, Planner
-from redline.transport.base import Peer, TransferFailed
-from redline.transport.ledger import KvChunk
-from redline.wire.channel import Outbox, SocketOutbox
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta, Note
-from redline.wire.handoff import (
+from redline.messages.channel import Outbox, SocketOutbox
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta, Note
+from redline.messages.handoff import (
     ChunkAck,
     ChunkReady,
     Piece,
@@ -40,8 +37,11 @@ from redline.wire.handoff import (
     Queued,
     WorkerDown,
 )
-from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
-from redline.wire.step import TokenLogprobs
+from redline.messages.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
+from redline.messages.step import TokenLogprobs
+from redline.scheduler.planner import Computed, Planner
+from redline.transport.base import Peer, TransferFailed
+from redline.transport.ledger import KvChunk
 from redline.worker.kv_sender import KvSender
 from redline.worker.transfer_paths import TransferPath, connect, told_of
 

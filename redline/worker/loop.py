@@ -15,13 +15,10 @@ import msgspec
 from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.faults import is_device_error
-from redline.plan.planner import Planner
-from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending
-from redline.wire.channel import Inbox, Outbox
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.handoff import (
+from redline.messages.channel import Inbox, Outbox
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.handoff import (
     ChunkAck,
     ChunkReady,
     Prefill,
@@ -31,11 +28,14 @@ from redline.wire.handoff import (
     Queued,
     WorkerDown,
 )
-from redline.wire.job import Abort, Job
-from redline.wire.news import Load, Missed, Ping, Recall, Role, RoleTaken, Stop, TakeRole
-from redline.wire.profile import Profile
-from redline.wire.replicas import Replicas
-from redline.wire.step import RowResult, Step, StepResult
+from redline.messages.job import Abort, Job
+from redline.messages.news import Load, Missed, Ping, Recall, Role, RoleTaken, Stop, TakeRole
+from redline.messages.profile import Profile
+from redline.messages.replicas import Replicas
+from redline.messages.step import RowResult, Step, StepResult
+from redline.run.layer_marks import Meanwhile
+from redline.run.runner import Pending
+from redline.scheduler.planner import Planner
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager

@@ -27,10 +27,10 @@ from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.limits import open_files
-from redline.wire.channel import IPC, SocketInbox, SocketOutbox
-from redline.wire.kv_sockets import Publisher
-from redline.wire.machines import Listening
-from redline.wire.news import Failed, Heartbeat
+from redline.messages.channel import IPC, SocketInbox, SocketOutbox
+from redline.messages.kv_sockets import Publisher
+from redline.messages.machines import Listening
+from redline.messages.news import Failed, Heartbeat
 from redline.worker.config import WorkerConfig
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.engine import EngineCore, pick_device

@@ -10,9 +10,8 @@ from hashlib import blake2b
 from typing import Protocol
 
 from redline import clock
-from redline.plan.prefix import Changed
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.kv_events import (
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.kv_events import (
     GPU,
     AllBlocksCleared,
     BlockRemoved,
@@ -22,6 +21,7 @@ from redline.wire.kv_events import (
     KvEvent,
     encode_batch,
 )
+from redline.scheduler.prefix import Changed
 
 
 class Says(Protocol):

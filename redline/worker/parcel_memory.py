@@ -18,11 +18,11 @@ from torch import Tensor
 from redline.errors import ConfigError
 from redline.kernels.by_chip import checksum as checksum_on
 from redline.kernels.cpu import checksum
+from redline.messages.handoff import Piece
 from redline.ops.checksum import number
 from redline.run.kv_chunks import PARCEL_BYTES, KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.memory import host_memory
-from redline.wire.handoff import Piece
 from redline.worker.config import AREA_BYTES
 
 # Bytes of a rank's GPU for chunks copied from another GPU or from pinned memory that wait for the steps' stream.

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from redline.messages.delta import Delta
+from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.run.runner import Pending
-from redline.wire.delta import Delta
-from redline.wire.step import CapturedShapes, Step, StepResult
 
 
 class Plans(Protocol):

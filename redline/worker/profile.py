@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 from redline.kernels.cpu import native
 from redline.kernels.cpu.watch import OpTimes
+from redline.messages.channel import Outbox
+from redline.messages.delta import Delta
+from redline.messages.profile import Profile, Profiled, Span, packed
+from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, nobody
 from redline.run.runner import Runner as StepRunner
-from redline.wire.channel import Outbox
-from redline.wire.delta import Delta
-from redline.wire.profile import Profile, Profiled, Span, packed
-from redline.wire.step import CapturedShapes, Step, StepResult
 from redline.worker.kernel_trace import KernelTrace
 from redline.worker.ports import Plans, Runner
 

@@ -19,12 +19,12 @@ import torch
 from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
+from redline.messages.channel import SocketInbox
+from redline.messages.news import Stop
+from redline.messages.ranks import Export, Grow, Scatter
+from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
 from redline.model.k2.config import K2Config
 from redline.run.runner import Pending, Runner
-from redline.wire.channel import SocketInbox
-from redline.wire.news import Stop
-from redline.wire.ranks import Export, Grow, Scatter
-from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step
 from redline.worker.config import RankConfig
 from redline.worker.drawn import Comparison
 from redline.worker.engine import load_model, make_runner, pick_device

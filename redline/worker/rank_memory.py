@@ -20,13 +20,13 @@ from torch import Tensor
 from redline import clock, limits
 from redline.disk import human
 from redline.errors import ConfigError
+from redline.messages.handoff import Piece
+from redline.messages.job import PageId
+from redline.messages.ranks import Export, Grow, Scatter
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout, of_its_pages
 from redline.transport.base import Memory
 from redline.transport.peer import HANG_S, LOOK_S, Chip
-from redline.wire.handoff import Piece
-from redline.wire.job import PageId
-from redline.wire.ranks import Export, Grow, Scatter
 from redline.worker.parcel_memory import STAGED_BYTES, pin, stage
 
 _APART = 8  # distance between the counters of two ranks, in words of 8 bytes: each rank writes its own cache line

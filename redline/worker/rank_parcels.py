@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from redline.messages.handoff import Piece
+from redline.messages.job import PAGE_TOKENS, PageId
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
-from redline.wire.handoff import Piece
-from redline.wire.job import PAGE_TOKENS, PageId
 from redline.worker.parcel_memory import Ended, HostParcels, ParcelMemory, Sizes, Summed, pin
 from redline.worker.ranks import Ranks
 

@@ -33,6 +33,12 @@ from redline.kernels.cpu import native
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import Group
 from redline.kernels.hopper.group import GpuGroup
+from redline.messages.channel import SocketOutbox, ipc_address
+from redline.messages.codec import Wire
+from redline.messages.handoff import Piece
+from redline.messages.job import Grammar, PageId
+from redline.messages.news import Stop
+from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step, StepResult
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
@@ -40,12 +46,6 @@ from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
-from redline.wire.channel import SocketOutbox, ipc_address
-from redline.wire.codec import Wire
-from redline.wire.handoff import Piece
-from redline.wire.job import Grammar, PageId
-from redline.wire.news import Stop
-from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 from redline.worker.parcel_memory import Ended

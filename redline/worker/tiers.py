@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from redline import clock
-from redline.plan.kv_tier import Fetch, Kept, Lack
-from redline.plan.planner import Planner
-from redline.plan.prefix import Forgotten
+from redline.messages.delta import Brought
+from redline.messages.job import PAGE_TOKENS, JobId, PageHash
+from redline.messages.news import TierLoad
+from redline.messages.step import Step
+from redline.policy.tiers import Choice, PrefillTimes, ReadTimes, choose
 from redline.run.tiers.store import Found, Reading, Saved, Store, Tier
-from redline.tune.tiers import Choice, PrefillTimes, ReadTimes, choose
-from redline.wire.delta import Brought
-from redline.wire.job import PAGE_TOKENS, JobId, PageHash
-from redline.wire.news import TierLoad
-from redline.wire.step import Step
+from redline.scheduler.kv_tier import Fetch, Kept, Lack
+from redline.scheduler.planner import Planner
+from redline.scheduler.prefix import Forgotten
 
 # Timeout of a job's read: READ_S seconds plus LATE times the predicted time. Pages that have arrived by then are used.
 READ_S, LATE = 5.0, 2.0

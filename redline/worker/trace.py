@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from redline.errors import ConfigError
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from redline.wire.news import Role
+from redline.messages.news import Role
 
 PREFILL_NICE = 10
 _CAP_SYS_NICE = 23  # bit of the capability that lets a process raise its priority (capabilities(7))

@@ -5,13 +5,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redline.api.gateway import Gateway
-from redline.route.worker_registry import WorkerHandle
-from redline.wire.codec import Wire, decode, encode
-from redline.wire.delta import Delta, Finish
-from redline.wire.handoff import WorkerDown
-from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ping, Ready, Recall, Role, RoleTaken, TakeRole
-from redline.wire.step import TokenLogprobs
+from redline.messages.codec import Wire, decode, encode
+from redline.messages.delta import Delta, Finish
+from redline.messages.handoff import WorkerDown
+from redline.messages.job import Abort, Job, JobId
+from redline.messages.news import Ping, Ready, Recall, Role, RoleTaken, TakeRole
+from redline.messages.step import TokenLogprobs
+from redline.router.worker_registry import WorkerHandle
 from tests.waiting import turns
 
 Script = Callable[[Job], Iterable[Delta]]

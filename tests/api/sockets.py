@@ -12,9 +12,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from redline.api.budget import Connections
 from redline.api.config import Limits
-from redline.api.server import Server, uvicorn_config
+from redline.api.http.budget import Connections
+from redline.api.http.server import Server, uvicorn_config
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
 

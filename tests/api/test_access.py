@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from redline.api.access import is_loopback
+from redline.api.auth.access import is_loopback
 from tests.api.world import World, answer, asked, openai_client, port_of
 from tests.waiting import eventually
 

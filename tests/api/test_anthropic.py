@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redline.api.anthropic import MessagesRequest, read_messages
+from redline.api.anthropic.requests import MessagesRequest, read_messages
 from redline.api.config import Defaults, Limits
-from redline.api.sealed import seal
+from redline.api.responses.sealed import seal
 from redline.chat.conversation import Conversation
 from redline.chat.template import encode
 from redline.errors import RequestError
-from redline.wire.delta import Delta
+from redline.messages.delta import Delta
 from tests.api.fake_engine import say
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
 

@@ -15,15 +15,15 @@ from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
 from redline.api.errors import answer_to, tell
 from redline.api.gateway import Gateway, Generation, JobFailed
-from redline.api.metrics import Metrics
-from redline.api.sse import ChatStream
+from redline.api.openai.sse import ChatStream
+from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.errors import ConfigError, Overloaded, RequestError
-from redline.route import worker_registry
-from redline.wire.channel import MemoryChannel
-from redline.wire.delta import Delta, Fault
-from redline.wire.job import Job
-from redline.wire.news import Heartbeat, Load
+from redline.messages.channel import MemoryChannel
+from redline.messages.delta import Delta, Fault
+from redline.messages.job import Job
+from redline.messages.news import Heartbeat, Load
+from redline.router import worker_registry
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.clocks import FakeClock
@@ -230,7 +230,7 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
         assert "secret" not in response.text
         assert "a secret" in caplog.text
         monkeypatch.setattr(ChatStream, "write", write)
-        monkeypatch.setattr("redline.api.openai_dialects.chat_answer", broken)
+        monkeypatch.setattr("redline.api.openai.dialects.chat_answer", broken)
         response = await world.http.post(CHAT, json=HELLO)
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text
@@ -460,7 +460,7 @@ async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> 
 
 async def test_a_crowd_that_scrapes_costs_one_scrape_in_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = 0.0, Mock(side_effect=lambda registry: b"%d" % written.call_count)
-    monkeypatch.setattr("redline.api.metrics.generate_latest", written)
+    monkeypatch.setattr("redline.api.telemetry.metrics.generate_latest", written)
     metrics = Metrics(MODEL, lambda: now)
     assert [metrics.expose() for _ in range(500)] == [b"1"] * 500
     now = 0.25

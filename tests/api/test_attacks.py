@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from redline.api.access import check_key
+from redline.api.auth.access import check_key
 from redline.api.errors import Refusal, answer_to
 from redline.chat import parser
 from redline.chat.events import Event

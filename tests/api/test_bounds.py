@@ -9,16 +9,16 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from redline.api import openai
-from redline.api.answers import json_list
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
-from redline.api.openai import read_chat, read_completion, read_detokenize
+from redline.api.openai import requests as openai
+from redline.api.openai.answers import json_list
+from redline.api.openai.requests import read_chat, read_completion, read_detokenize
 from redline.chat.conversation import Conversation, Tool
 from redline.chat.conversation import Message as Turn
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, Overloaded, RequestError, WorkerLost
-from redline.wire.job import Sampling
+from redline.messages.job import Sampling
 from tests.api.world import SOON_S, World, answer
 from tests.waiting import eventually, turns
 from tests.work import Memory
@@ -88,7 +88,7 @@ def test_too_many_prompts_are_refused_unread_and_as_many_as_allowed_are_read(
     limits = Limits(prompts=3)
     whole = read_completion(msgspec.json.encode({"prompt": [text] * 3}), limits, Defaults())
     assert whole.ask.prompts == (text,) * 3
-    monkeypatch.setattr("redline.api.openai._TEXTS", None)
+    monkeypatch.setattr("redline.api.openai.requests._TEXTS", None)
     with pytest.raises(RequestError, match="at most 3 prompts"):
         read_completion(msgspec.json.encode({"prompt": [text] * 4}), limits, Defaults())
 
@@ -411,7 +411,7 @@ async def test_a_large_answer_is_written_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str
 ) -> None:
     import redline.api.app as app
-    import redline.api.openai_dialects as dialects
+    import redline.api.openai.dialects as dialects
 
     owner: Any = app if path in ("/tokenize", "/detokenize") else dialects
     *owners, last = name.split(".")

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from redline.api.budget import Connections, Counted
 from redline.api.config import Limits
-from redline.api.listen import PAUSE_S, Listener
+from redline.api.http.budget import Connections, Counted
+from redline.api.http.listen import PAUSE_S, Listener
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns

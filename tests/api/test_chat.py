@@ -10,9 +10,9 @@ from openai import APIError, APIStatusError, BadRequestError, NotFoundError
 from openai.types.chat import ChatCompletionChunk
 
 from redline.api.config import Limits
-from redline.wire.delta import Delta
-from redline.wire.job import Job
-from redline.wire.news import Failed
+from redline.messages.delta import Delta
+from redline.messages.job import Job
+from redline.messages.news import Failed
 from tests.api.fake_engine import say
 from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.waiting import eventually

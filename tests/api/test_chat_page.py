@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from redline.api import chat_page, render, render_child
-from redline.api.chat_page import FILES
 from redline.api.config import KeyLimits
-from redline.api.render import BLOCKS_BYTES, WAITING, Renderer
-from redline.api.render_child import rendered
+from redline.api.page import chat_page, render, render_child
+from redline.api.page.chat_page import FILES
+from redline.api.page.render import BLOCKS_BYTES, WAITING, Renderer
+from redline.api.page.render_child import rendered
 from redline.errors import Overloaded, RequestError
 from tests.api.world import MODEL, World, answer
 from tests.waiting import turns

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from redline.wire.delta import Delta
-from redline.wire.job import Job
+from redline.messages.delta import Delta
+from redline.messages.job import Job
 from tests.api.fake_engine import say
 from tests.api.world import TOKENIZER, World, ids
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
-from redline.wire.delta import Delta
-from redline.wire.job import Job
-from redline.wire.step import TokenLogprobs
+from redline.messages.delta import Delta
+from redline.messages.job import Job
+from redline.messages.step import TokenLogprobs
 from tests.api.fake_engine import say
 from tests.api.world import END, MODEL, TOKENIZER, World, ids
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from redline.api.budget import Connections
 from redline.api.config import Limits
-from redline.api.server import LINGER_S, Connection, Server
-from redline.api.turns import READS, REQUEST
+from redline.api.http.budget import Connections
+from redline.api.http.server import LINGER_S, Connection, Server
+from redline.api.http.turns import READS, REQUEST
 from redline.limits import open_files
-from redline.wire.delta import Delta
-from redline.wire.job import Job
+from redline.messages.delta import Delta
+from redline.messages.job import Job
 from tests.api.world import HOST, SOON_S, UNREAD, World, answer, asked, port_of, timed_server, unread
 from tests.clocks import Timers
 from tests.waiting import eventually, turns

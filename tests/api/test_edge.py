@@ -12,13 +12,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from redline.api import auth_state as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
-from redline.api.auth_state import LAG_S, LOOK_S, AuthState, measure_lag
+from redline.api.auth import auth_state as edges
+from redline.api.auth.auth_state import LAG_S, LOOK_S, AuthState, measure_lag
+from redline.api.auth.keys import Keyring, read_keys
+from redline.api.auth.quota import Account, LimitReached, ServedRate
 from redline.api.config import ApiConfig, KeyLimits, Limits
-from redline.api.keys import Keyring, read_keys
-from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError
 from tests.api.world import MODEL, SOON_S, World, answer
 from tests.clocks import FakeClock

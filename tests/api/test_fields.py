@@ -10,11 +10,11 @@ from openai import BadRequestError
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from redline.api import openai as dialect
 from redline.api.config import Defaults, Limits
+from redline.api.openai import requests as dialect
 from redline.chat.template import K2, K2_6, K2_7, K2_THINKING, Style, encode
 from redline.errors import RequestError
-from redline.wire.job import Thinking
+from redline.messages.job import Thinking
 from tests.api.fake_engine import say
 from tests.api.test_chat import CALLS, HELLO, ask, chunks, joined
 from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids

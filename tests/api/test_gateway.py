@@ -8,22 +8,22 @@ import pytest
 from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
+from redline.api.auth.quota import CALLER, Account, Caller, KeyLimits
 from redline.api.config import DEFAULT_SLA, Limits, Sla
 from redline.api.gateway import LOOK_S, MOST_MOVES, Gateway, Generation, derived_seed
-from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
-from redline.route.roles import STAY_S
-from redline.route.worker_registry import MOVE_S, SILENT_S
-from redline.tune.pairs import Work
-from redline.wire.channel import MemoryChannel
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta, Preempted, Resumed
-from redline.wire.handoff import Prefill, WorkerDown
-from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
-from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Recall, Role
+from redline.messages.channel import MemoryChannel
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta, Preempted, Resumed
+from redline.messages.handoff import Prefill, WorkerDown
+from redline.messages.job import Abort, Job, JobId, PageHash, Sampling
+from redline.messages.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Recall, Role
+from redline.policy.pairs import Work
+from redline.router.roles import STAY_S
+from redline.router.worker_registry import MOVE_S, SILENT_S
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer
 from tests.clocks import FakeClock

@@ -13,20 +13,20 @@ import pytest
 from llguidance import LLMatcher
 
 from lab.attack.schemas import schemas
-from redline.api.anthropic import read_messages
+from redline.api.anthropic.requests import read_messages
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
-from redline.api.grammar_child import Trial, Verdict, verdict_of
-from redline.api.grammars import Grammars
-from redline.api.openai import read_chat, read_completion
-from redline.api.responses import read_responses
-from redline.api.trials import GrammarProcess
+from redline.api.grammars.grammar_child import Trial, Verdict, verdict_of
+from redline.api.grammars.grammars import Grammars
+from redline.api.grammars.trials import GrammarProcess
+from redline.api.openai.requests import read_chat, read_completion
+from redline.api.responses.requests import read_responses
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.vocabulary import grammar_tokens
 from redline.errors import Overloaded, RequestError
-from redline.tune.grammar import parser_limits
-from redline.wire.job import Grammar
+from redline.messages.job import Grammar
+from redline.policy.grammar import parser_limits
 from tests.api.world import Here
 from tests.clocks import FakeClock
 from tests.tiny_tokenizer import tokenizer
@@ -136,7 +136,7 @@ def test_a_trial_follows_a_grammar_beyond_its_first_mask(text: str, monkeypatch:
     tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
     trial = Trial(text=text)
     assert verdict_of(trial, tokens, inward) == Verdict()
-    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    monkeypatch.setattr("redline.policy.grammar.STEP_ITEMS", 300)
     masks = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
     masks.compute_bitmask()
     assert not masks.is_error()
@@ -236,7 +236,7 @@ async def test_a_verdict_is_kept():
 
 
 async def test_verdicts_are_bounded_in_bytes_since_an_error_may_quote_a_whole_grammar(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.api.grammars.KEPT_BYTES", 1_000_000)
+    monkeypatch.setattr("redline.api.grammars.grammars.KEPT_BYTES", 1_000_000)
     async with opened() as grammars:
         for letter in "abcde":
             with pytest.raises(RequestError, match="unknown name"):
@@ -586,7 +586,7 @@ async def test_of_many_tools_the_one_that_cannot_be_followed_is_found_in_few_tri
 async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest_take_any_object(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 12)
+    monkeypatch.setattr("redline.api.grammars.grammars.MOST_TRIES", 12)
     bad = [Tool(name=f"f{n}", parameters={"properties": {"a": {"pattern": f"(?={n})y"}}}) for n in range(40)]
     async with opened() as grammars:
         tried = _counted(grammars, monkeypatch)
@@ -599,7 +599,7 @@ async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest
 @pytest.mark.parametrize("part", ["grammar", "schemas"])
 async def test_an_error_names_no_field_that_was_not_tried_alone(part: str, monkeypatch: pytest.MonkeyPatch):
     """If the trials run out before the unsupported one is found, the strict tools are tried together."""
-    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 3)
+    monkeypatch.setattr("redline.api.grammars.grammars.MOST_TRIES", 3)
     bad = [
         {"properties": {"a": {"pattern": f"(?={n})y"}}} if part == "grammar" else {"anyOf": [{}] * 11_000}
         for n in range(16)
@@ -628,7 +628,7 @@ async def test_an_error_names_no_field_that_was_not_tried_alone(part: str, monke
 
 
 async def test_a_schema_that_was_not_tried_alone_is_followed_in_the_next_request(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 3)
+    monkeypatch.setattr("redline.api.grammars.grammars.MOST_TRIES", 3)
     sound = {"type": "object", "properties": {"n": {"type": "integer"}}}
     bad = [Tool(name=f"f{n}", parameters={"properties": {"a": {"pattern": f"(?={n})y"}}}) for n in range(15)]
     async with opened() as grammars:

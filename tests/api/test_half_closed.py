@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from redline.api.config import Limits
-from redline.api.server import PROBE_S
+from redline.api.http.server import PROBE_S
 from tests.api.sockets import ASYNCIO, UVLOOP, Client, Hello, certificate, serving
 from tests.api.test_budget import HELD
 from tests.api.world import World, answer, asked

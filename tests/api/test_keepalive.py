@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from redline.api.app import KEEPALIVE_S, REFUSAL_S
 from redline.api.config import Limits
-from redline.wire.delta import Delta
+from redline.messages.delta import Delta
 from tests.api.sockets import ASYNCIO, Client, serving
 from tests.api.test_anthropic import client_of
 from tests.api.world import HOST, World, answer, ids, named_events
@@ -43,7 +43,7 @@ async def clock() -> AsyncIterator[FakeClock]:
 def poured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams are written in both ways: directly, and by the request's task."""
     if not request.param:
-        monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
 
 
 class Stream:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from redline.api.config import ApiConfig
-from redline.api.metrics import Metrics, OwnMetrics
-from redline.api.scrape import create_metrics_app
-from redline.wire.delta import Delta
-from redline.wire.job import Job
-from redline.wire.news import STEP_SIZES, Load, StepTimes
+from redline.api.telemetry.metrics import Metrics, OwnMetrics
+from redline.api.telemetry.scrape import create_metrics_app
+from redline.messages.delta import Delta
+from redline.messages.job import Job
+from redline.messages.news import STEP_SIZES, Load, StepTimes
 from tests.api.test_chat import ask
 from tests.api.world import END, MODEL, World, answer, ids
 from tests.clocks import FakeClock

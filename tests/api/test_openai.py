@@ -7,7 +7,14 @@ import pytest
 
 from redline.api.ask import WHAT_IS_LEFT
 from redline.api.config import Defaults, Limits
-from redline.api.openai import ChatRequest, CompletionRequest, Streaming, read_chat, read_completion, read_tokenize
+from redline.api.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Streaming,
+    read_chat,
+    read_completion,
+    read_tokenize,
+)
 from redline.chat.conversation import Conversation
 from redline.errors import RequestError
 

@@ -7,9 +7,11 @@ from typing import Any, cast
 import pytest
 from jsonschema import Draft202012Validator
 
-from redline.api import anthropic, openai, responses
+from redline.api.anthropic import requests as anthropic
 from redline.api.config import ApiConfig, Limits
-from redline.api.operations import operations
+from redline.api.openai import requests as openai
+from redline.api.openapi.operations import operations
+from redline.api.responses import requests as responses
 from tests.api.fake_engine import say
 from tests.api.world import World, answer, ids
 

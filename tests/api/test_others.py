@@ -5,15 +5,15 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from redline.api.auth.quota import Account, LimitReached
 from redline.api.config import KeyLimits, Limits
-from redline.api.metrics import Metrics, OwnMetrics
-from redline.api.metrics_aggregator import MetricsAggregator, packed
-from redline.api.quota import Account, LimitReached
+from redline.api.telemetry.metrics import Metrics, OwnMetrics
+from redline.api.telemetry.metrics_aggregator import MetricsAggregator, packed
 from redline.errors import Overloaded
-from redline.wire.channel import MemoryChannel
-from redline.wire.job import JobId
-from redline.wire.news import Load, Missed, Ready
-from redline.wire.replicas import AtWorker, OfKey, Use
+from redline.messages.channel import MemoryChannel
+from redline.messages.job import JobId
+from redline.messages.news import Load, Missed, Ready
+from redline.messages.replicas import AtWorker, OfKey, Use
 from tests.api.fake_engine import FakeEngine
 from tests.api.test_gateway import text_ask
 from tests.api.world import World, answer

@@ -10,11 +10,11 @@ import pytest
 
 from redline.api.ask import Ask
 from redline.api.gateway import Batch, Generation
-from redline.api.server import Connection
-from redline.api.stream_flusher import StreamFlusher
+from redline.api.http.server import Connection
+from redline.api.http.stream_flusher import StreamFlusher
 from redline.errors import RequestError, WorkerLost
-from redline.wire.delta import Delta
-from redline.wire.job import Sampling
+from redline.messages.delta import Delta
+from redline.messages.job import Sampling
 from tests.api.world import World, answer, asked, port_of
 from tests.waiting import eventually, turns
 
@@ -181,7 +181,7 @@ async def test_the_bytes_are_those_of_the_apps_own_send(monkeypatch: pytest.Monk
     text = "hello the <|tool_calls_section_begin|> and é🙂 functions"
     async with World(answer(text, thought="hello the")) as world, world.listening() as address:
         poured = await raw_stream(address)
-        monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
         assert await raw_stream(address) == poured
         assert poured.count(b"\r\ndata: ") > 5
 

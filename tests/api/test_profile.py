@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from redline.api.errors import Refusal
-from redline.api.profile import Profiler
-from redline.api.request_span import Passages, RequestSpan
+from redline.api.telemetry.profile import Profiler
+from redline.api.telemetry.request_span import Passages, RequestSpan
 from tests.clocks import FakeClock
 from tests.waiting import turns
 

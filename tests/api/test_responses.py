@@ -19,11 +19,11 @@ from openai import BadRequestError, NotFoundError
 
 from redline.api.config import Defaults, Limits
 from redline.api.errors import Refusal
-from redline.api.response_store import ResponseStore, StoreLimits
-from redline.api.responses import ResponsesRequest, read_responses
+from redline.api.responses.requests import ResponsesRequest, read_responses
+from redline.api.responses.store import ResponseStore, StoreLimits
 from redline.chat.conversation import Conversation, Message
 from redline.errors import ConfigError, RequestError
-from redline.wire.delta import Delta
+from redline.messages.delta import Delta
 from tests.api.fake_engine import say
 from tests.api.world import CALLS, MODEL, PATIENT, TOKENIZER, World, answer, ids, named_events
 from tests.clocks import FakeClock

@@ -11,9 +11,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from redline.api.admin import create_admin_app
-from redline.api.auth_state import AuthState
+from redline.api.auth.auth_state import AuthState
 from redline.api.config import ApiConfig, Limits
-from redline.api.head import check_head, is_without_version
+from redline.api.http.head import check_head, is_without_version
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.api.world import World, answer
 from tests.clocks import FakeClock
@@ -117,7 +117,7 @@ async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
     path: str, body: dict[str, object], opening: bytes, poured: bool, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not poured:
-        monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
     text = "hello the <|tool_calls_section_begin|> and é"
     async with World(answer(text)) as world, serving(world.app, Limits(), clock) as (port, _):
         with Client(port) as old, Client(port) as new:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from redline.api.auth.keys import Keyring
+from redline.api.auth.quota import CALLER, Caller
 from redline.api.config import KeyLimits, Sla
-from redline.api.keys import Keyring
-from redline.api.metrics import Metrics
-from redline.api.quota import CALLER, Caller
-from redline.api.sla import LATELY_S, Attainment, Kept, Took, keeps, targets_of
-from redline.wire.delta import Delta, Finish
-from redline.wire.job import Job
+from redline.api.telemetry.metrics import Metrics
+from redline.api.telemetry.sla import LATELY_S, Attainment, Kept, Took, keeps, targets_of
+from redline.messages.delta import Delta, Finish
+from redline.messages.job import Job
 from tests.api.test_edge import keys_file
 from tests.api.test_gateway import text_ask
 from tests.api.world import MODEL, World

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from redline.api.config import Limits
-from redline.wire.delta import Delta
-from redline.wire.job import Job
+from redline.messages.delta import Delta
+from redline.messages.job import Job
 from tests.api.sockets import ASYNCIO, Client, serving
 from tests.api.world import World, asked, ids
 from tests.clocks import FakeClock

@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from redline.api.app import create_app
-from redline.api.auth_state import AuthState
-from redline.api.spans import Spans, open_spans
+from redline.api.auth.auth_state import AuthState
+from redline.api.telemetry.spans import Spans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer
 from tests.waiting import LIMIT_S
@@ -111,8 +111,8 @@ def test_nothing_is_imported_where_nobody_asks_and_a_missing_extra_is_said():
     program = (
         "import sys\n"
         "sys.modules['opentelemetry'] = None\n"
-        "from redline.api.spans import open_spans\n"
-        "import redline.fleet.serve\n"
+        "from redline.api.telemetry.spans import open_spans\n"
+        "import redline.deploy.serve\n"
         "assert open_spans({}) is None\n"
         "try: open_spans({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:1'})\n"
         "except Exception as error: print(type(error).__name__, error)\n"

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from redline.api.step_metrics import StepMetrics
-from redline.wire.news import Ready, StepTimes
+from redline.api.telemetry.step_metrics import StepMetrics
+from redline.messages.news import Ready, StepTimes
 
 OWN = ("nano", "0")
 

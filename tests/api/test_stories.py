@@ -5,15 +5,15 @@ import io
 
 from rich.console import Console
 
-from redline.api.request_traces import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
+from redline.api.telemetry.request_traces import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
 from redline.cli.explain import show
-from redline.route.choose import Candidate, predict
-from redline.route.pace import Pace
-from redline.route.preemption_forecast import GoesOn
-from redline.route.worker_registry import Route, WorkerHandle
-from redline.wire.channel import MemoryChannel
-from redline.wire.delta import Brought, Delta, Drafted, Preempted, Resumed
-from redline.wire.job import JobId
+from redline.messages.channel import MemoryChannel
+from redline.messages.delta import Brought, Delta, Drafted, Preempted, Resumed
+from redline.messages.job import JobId
+from redline.router.choose import Candidate, predict
+from redline.router.pace import Pace
+from redline.router.preemption_forecast import GoesOn
+from redline.router.worker_registry import Route, WorkerHandle
 from tests.clocks import FakeClock
 
 

@@ -3,8 +3,8 @@
 import pytest
 from prometheus_client import CollectorRegistry
 
-from redline.api.tier_metrics import TierMetrics
-from redline.wire.news import TierLoad
+from redline.api.telemetry.tier_metrics import TierMetrics
+from redline.messages.news import TierLoad
 
 OWN = ("nano", "0")
 

@@ -158,7 +158,7 @@ async def test_a_pooled_connection_is_used_again_and_closed_with_a_word(clock: F
 
 
 def test_a_key_of_another_certificate_is_refused(tls: Given, tmp_path: Path) -> None:
-    from redline.api.tls import server_context
+    from redline.api.http.tls import server_context
 
     other, _ = certificate(tmp_path)
     with pytest.raises(ssl.SSLError, match="KEY_VALUES_MISMATCH"):

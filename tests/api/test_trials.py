@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from redline.api.config import Limits
-from redline.api.grammar_child import Trial, Verdict
-from redline.api.trials import LATE_S, SMALL_BYTES, Trials
+from redline.api.grammars.grammar_child import Trial, Verdict
+from redline.api.grammars.trials import LATE_S, SMALL_BYTES, Trials
 from redline.errors import Overloaded
 from tests.clocks import FakeClock
 from tests.waiting import turns

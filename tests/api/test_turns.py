@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from redline.api.turns import READS, REQUEST, Turns
+from redline.api.http.turns import READS, REQUEST, Turns
 from tests import waiting
 
 pytestmark = pytest.mark.anyio

@@ -20,9 +20,9 @@ from redline import clock
 from redline.api import app as app_module
 from redline.api.config import ApiConfig, Limits, Sla
 from redline.api.gateway import NO_TARGETS, Gateway
-from redline.api.grammar_child import _INWARD, Trial, Verdict, verdict_of
-from redline.api.metrics import Metrics
-from redline.api.server import Server, uvicorn_config
+from redline.api.grammars.grammar_child import _INWARD, Trial, Verdict, verdict_of
+from redline.api.http.server import Server, uvicorn_config
+from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Delta, Finish
-from redline.wire.job import JobId
+from redline.messages.delta import Delta, Finish
+from redline.messages.job import JobId
 
 JOB = JobId("job")
 

@@ -10,8 +10,8 @@ from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event, Text
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Delta
-from redline.wire.step import TokenLogprobs
+from redline.messages.delta import Delta
+from redline.messages.step import TokenLogprobs
 from tests.chat.streams import JOB, answer, call, calls, end, logprobs, pushed, section, text, thought, tokens_of
 from tests.work import costs, lines
 

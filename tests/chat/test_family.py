@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.api.config import Defaults, Limits
-from redline.api.openai import read_chat
+from redline.api.openai.requests import read_chat
 from redline.chat.conversation import Conversation
 from redline.chat.template import Style, render, style_of
 from redline.chat.tokenizer import Special, Tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from redline.chat.hashing import make_job, page_hashes
-from redline.wire.job import PAGE_TOKENS, JobId, MediaSpan, Sampling
+from redline.messages.job import PAGE_TOKENS, JobId, MediaSpan, Sampling
 
 TOKENS = tuple(range(3 * PAGE_TOKENS + 5))
 HASHES = page_hashes(TOKENS, "salt", "kimi/bf16")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Finish
+from redline.messages.delta import Finish
 from tests.chat.streams import answer, call, calls, end, pushed, section, shows_a_mark, text, thought, tokens_of
 
 WEATHER = call("functions.get_weather:0", '{"city":"Oslo"}')

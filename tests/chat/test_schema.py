@@ -10,7 +10,7 @@ from lab.attack.schemas import schemas
 from redline.chat.constraint import dumped, grammars, of_schema
 from redline.chat.schema import FORMATS, GREATEST, MOST_SCHEMAS, Written, loosen
 from redline.chat.vocabulary import grammar_tokens
-from redline.tune.grammar import parser_limits
+from redline.policy.grammar import parser_limits
 from tests.clocks import FakeClock
 from tests.tiny_tokenizer import tokenizer
 

@@ -11,7 +11,7 @@ from redline.chat.events import Event, Text, Thought
 from redline.chat.shown import shown
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RequestError
-from redline.wire.delta import Delta
+from redline.messages.delta import Delta
 from tests.chat.streams import JOB, tokens_of
 
 MARKS = ("think", "/think", "|tool_calls_section_begin|", "|tool_call_section_begin|", "|tool_call_begin|")

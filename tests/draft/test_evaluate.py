@@ -14,8 +14,8 @@ from redline.draft import evaluate as module
 from redline.draft.evaluate import Asked, EvalConfig, agree, evaluate, first_draft_check
 from redline.draft.mine.difficulty import Scores, Serving
 from redline.errors import ConfigError
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
 
 CONFIG = EvalConfig(target="t", draft="d", prompts="p", k=(3,), modes=("greedy",), rounds=0, offline=0)

@@ -21,10 +21,10 @@ from redline.draft.mine.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
 from redline.draft.stages import Stage, fill, run_stages, seconds_of, stamp_of
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
-from redline.wire.base import Record
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 

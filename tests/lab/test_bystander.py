@@ -18,7 +18,7 @@ from lab.attack.raw_http import Reply
 from lab.attack.watch import Chunk, Knock, Notes, joined, read
 from lab.bystander import Sample, fresh_prompts, memory_slopes, slope, too_long
 from redline.api.config import Limits
-from redline.wire.job import PAGE_TOKENS
+from redline.messages.job import PAGE_TOKENS
 from tests import forked
 from tests.api import world
 from tests.api.fake_engine import say

@@ -4,9 +4,9 @@ import pytest
 
 from lab import tiers
 from lab.tiers import MORE, Asked, errors, told
+from redline.policy.tiers import PrefillTimes
 from redline.run.tiers.parts import Parts
 from redline.run.tiers.parts import told as told_parts
-from redline.tune.tiers import PrefillTimes
 
 
 def asked(tier: str, ms: float, **more: float | None) -> Asked:

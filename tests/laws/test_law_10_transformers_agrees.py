@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.messages.job import PAGE_TOKENS, PageId, Sampling
+from redline.messages.step import Begin, Row
 from redline.model.k2.config import K2Config, Yarn
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import Layout as Names
 from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
 from redline.run.runner import Runner
-from redline.wire.job import PAGE_TOKENS, PageId, Sampling
-from redline.wire.step import Begin, Row
 from tests.oracle import logits, transformers_model
 from tests.tiny_model import kernel_config, load_folder, prompt
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from redline.model.k2.cpu import K2
-from redline.tune.chunks import SHARE
-from redline.tune.pairs import Work
+from redline.policy.chunks import SHARE
+from redline.policy.pairs import Work
 from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=2, length=300)

@@ -16,10 +16,10 @@ import torch
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.messages.job import Job, JobId
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
-from redline.wire.job import Job, JobId
 from redline.worker.config import DraftConfig, Learned
 from redline.worker.engine import EngineCore
 from tests.tiny_model import BOTH, LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model

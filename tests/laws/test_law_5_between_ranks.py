@@ -16,10 +16,10 @@ import torch
 
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RankLost
+from redline.messages.handoff import WorkerDown
+from redline.messages.job import Grammar, Job
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
-from redline.wire.handoff import WorkerDown
-from redline.wire.job import Grammar, Job
 from redline.worker import ranks
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from redline.plan.planner import Computed
+from redline.messages.job import PAGE_TOKENS, Job, JobId
 from redline.run.runner import Runner
-from redline.wire.job import PAGE_TOKENS, Job, JobId
+from redline.scheduler.planner import Computed
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
 from redline.worker.parcel_memory import HostParcels

@@ -23,15 +23,15 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RankLost, WorkerLost
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.inputs import Chunk, Inputs
+from redline.messages.codec import Wire
+from redline.messages.job import PAGE_TOKENS, Grammar, Job
+from redline.messages.step import Drawn, Step
 from redline.model.k2 import cpu
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint
 from redline.run import runner
-from redline.wire.codec import Wire
-from redline.wire.job import PAGE_TOKENS, Grammar, Job
-from redline.wire.step import Drawn, Step
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix

@@ -13,7 +13,7 @@ import torch
 
 from redline.kernels.cpu import native
 from redline.limits import processors
-from redline.wire.job import Job
+from redline.messages.job import Job
 from tests import forked
 from tests.tiny_model import BOTH, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 

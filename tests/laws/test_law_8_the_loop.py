@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from redline.plan.planner import PlanConfig, Planner
-from redline.wire.channel import MemoryChannel, SocketInbox, SocketOutbox, ipc_address
-from redline.wire.delta import Delta
-from redline.wire.job import JobId
-from redline.wire.news import Stop
+from redline.messages.channel import MemoryChannel, SocketInbox, SocketOutbox, ipc_address
+from redline.messages.delta import Delta
+from redline.messages.job import JobId
+from redline.messages.news import Stop
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker.loop import lead
 from tests.fakes import FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S

@@ -17,10 +17,10 @@ from redline.bench.quality.prompts import read_sets
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
+from redline.messages.handoff import Piece
+from redline.messages.job import Job, JobId, Sampling
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.memory import MemoryTransport
-from redline.wire.handoff import Piece
-from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore
 from redline.worker.parcel_memory import HostParcels, PinnedParcels

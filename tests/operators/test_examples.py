@@ -11,9 +11,9 @@ import pytest
 from openai import InternalServerError
 
 from redline.api.config import Limits
-from redline.wire.delta import Delta
-from redline.wire.job import Job
-from redline.wire.news import STEP_SIZES, Load, StepKind, StepTimes
+from redline.messages.delta import Delta
+from redline.messages.job import Job
+from redline.messages.news import STEP_SIZES, Load, StepKind, StepTimes
 from tests.api.test_chat import ask
 from tests.api.world import END, World, ids
 from tests.operators.queries import EXAMPLES, Asked, Series, asked, document, panels, rules, series, wrong

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from redline.fleet.config import ServeConfig, read
+from redline.deploy.config import ServeConfig, read
 from tests.operators.queries import EXAMPLES
 from tests.test_house import flags
 from tests_operators.image import instructions

@@ -2,8 +2,8 @@
 
 import torch
 
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import NANO, mla_prefill, prefill_whole, random_weights
-from redline.wire.job import PAGE_TOKENS
 
 
 def test_chunks_together_are_the_chunks_one_by_one():

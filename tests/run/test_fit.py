@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from redline.deploy.config import size
 from redline.errors import ConfigError
-from redline.fleet.config import size
 from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape

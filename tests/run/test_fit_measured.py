@@ -21,7 +21,7 @@ import torch
 from redline.chat.hashing import make_job
 from redline.kernels.cpu import native
 from redline.run.kv import KvPool
-from redline.wire.job import JobId, Sampling
+from redline.messages.job import JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, kv_dtype_of, sizes_of
 from redline.worker.loop import turn

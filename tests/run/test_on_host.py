@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.messages.job import Sampling
 from redline.ops.sample import least_kept
 from redline.run.sampling import on_host as module
 from redline.run.sampling.on_host import (
@@ -26,7 +27,6 @@ from redline.run.sampling.on_host import (
     sample_token,
     uniform,
 )
-from redline.wire.job import Sampling
 
 NOTHING = torch.zeros(0, dtype=torch.int64)
 LOGITS = torch.tensor([1.5, -0.3, 2.2, 0.0, 0.7, -2.5, 1.1, 2.0, -1.0, 0.4])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from redline.messages.job import Job, JobId, PageId, Sampling
+from redline.messages.step import Begin, Row, RowResult, Step, StepResult
 from redline.run.runner import Runner
 from redline.run.sampling.on_host import logprobs_of
 from redline.run.slots import Slots
-from redline.wire.job import Job, JobId, PageId, Sampling
-from redline.wire.step import Begin, Row, RowResult, Step, StepResult
 from tests.tiny_model import VOCABULARY, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=20, length=400)

@@ -5,9 +5,9 @@ import torch
 
 import redline.run.slots
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS, PageId, Sampling
+from redline.messages.step import Begin, Row
 from redline.run.slots import Slots, Span
-from redline.wire.job import PAGE_TOKENS, PageId, Sampling
-from redline.wire.step import Begin, Row
 from tests.tiny_model import VOCABULARY, prompt, tiny_model
 
 LENGTHS = [70, 128, 1, 191]  # lengths of the slots' prompts

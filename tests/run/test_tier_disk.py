@@ -12,9 +12,9 @@ import pytest
 
 from redline.disk import hold
 from redline.errors import ConfigError
+from redline.messages.job import PageHash
 from redline.run.tiers import disk as module
 from redline.run.tiers.disk import DiskPages, Held, Place
-from redline.wire.job import PageHash
 
 PAGE_BYTES = 1000
 A_FILE = 4 * PAGE_BYTES + 300  # room for four pages

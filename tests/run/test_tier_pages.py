@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from redline.disk import hold
+from redline.messages.job import PAGE_TOKENS, PageHash, PageId
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
 from redline.run.tiers import copies, memory
@@ -17,7 +18,6 @@ from redline.run.tiers.copies import Copies, Leaving
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, seal, seed_of
 from redline.run.tiers.store import Reading, Saved, Store
-from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 
 PAGES, WAIT_S = 24, 60.0
 

@@ -6,14 +6,14 @@ import random
 import msgspec
 import pytest
 
+from redline.policy.expected import Asked, Roles, Traffic
+from redline.policy.roles import Fleet as Chosen
+from redline.policy.roles import choose_roles, predict_roles
+from redline.policy.targets import Targets
 from redline.simulate.figures import figures, worker_seconds
 from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation, tried
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
-from redline.tune.expected import Asked, Roles, Traffic
-from redline.tune.roles import Fleet as Chosen
-from redline.tune.roles import choose_roles, predict_roles
-from redline.tune.targets import Targets
 
 TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
 TTFT_S = {"": 1.0, "documents": 10.0, "agents": 3.0}

@@ -10,9 +10,9 @@ from redline.bench.step.machines import machine
 from redline.bench.step.predict import Machines
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
+from redline.policy.pairs import Work
+from redline.policy.steps import StepTimeFit
 from redline.simulate.models import KIMI_8_H200, worker_model
-from redline.tune.pairs import Work
-from redline.tune.steps import StepTimeFit
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers

@@ -7,12 +7,12 @@ from collections import Counter
 import msgspec
 import pytest
 
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.step import Step
+from redline.policy.expected import WorkerModel
+from redline.policy.pairs import Work, expanded_of, pairs_of
+from redline.policy.steps import StepModel
 from redline.simulate.worker import Played, Worker, gap_ms
-from redline.tune.expected import WorkerModel
-from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.steps import StepModel
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Step
 from tests.fakes import Story, World
 
 STEPS = StepModel(base=4.0, row=0.3, context=1e-3, prompt=0.05, pair=2e-5, expand=1e-3)

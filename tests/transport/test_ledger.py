@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from redline.kernels.cpu.checksum import of_memory
+from redline.messages.parcel import Ticket, seed_of
 from redline.transport.ledger import ALIGNED, KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
-from redline.wire.parcel import Ticket, seed_of
 from tests.clocks import FakeClock
 
 AREA = 40 * ALIGNED + 100

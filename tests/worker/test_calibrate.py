@@ -4,8 +4,8 @@ import functools
 
 import pytest
 
+from redline.messages.step import CapturedShapes, Shape
 from redline.run.runner import Runner
-from redline.wire.step import CapturedShapes, Shape
 from redline.worker.calibrate import calibrate
 from redline.worker.config import Learned
 from tests.tiny_model import BOTH, SUFFIX, job, open_engine, prompt, run, run_alone, tiny_model

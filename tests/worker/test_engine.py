@@ -16,12 +16,12 @@ from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.inputs import Inputs
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from redline.errors import ConfigError
-from redline.transport.memory import Disturbance, MemoryTransport
-from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
-from redline.wire.codec import Wire
-from redline.wire.delta import Brought, Delta, Preempted
-from redline.wire.handoff import (
+from redline.messages.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
+from redline.messages.codec import Wire
+from redline.messages.delta import Brought, Delta, Preempted
+from redline.messages.handoff import (
     ChunkReady,
     Piece,
     Prefill,
@@ -27,7 +26,8 @@ from redline.wire.handoff import (
     Queued,
     WorkerDown,
 )
-from redline.wire.job import Abort, Job, JobId
+from redline.messages.job import Abort, Job, JobId
+from redline.transport.memory import Disturbance, MemoryTransport
 from redline.worker import kv_receiver, kv_sender, kv_transfer
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.transfer_paths import Carrier

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.messages.handoff import Piece
+from redline.messages.job import Abort, Job, JobId, PageId
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import Chip, PeerTransport
-from redline.wire.handoff import Piece
-from redline.wire.job import Abort, Job, JobId, PageId
 from redline.worker.parcel_memory import Ended, HostParcels, Summed
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from redline.worker.rank_parcels import RankParcels

@@ -11,7 +11,7 @@ from redline.kernels.cpu import native
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.shapes import KIMI_K26
-from redline.tune.floor import Counted
+from redline.policy.floor import Counted
 from redline.worker import floor
 from redline.worker.floor import measure, step_work
 

@@ -15,15 +15,15 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from redline.plan.planner import PlanConfig, Planner
-from redline.wire.channel import MemoryChannel
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.handoff import Prefill
-from redline.wire.job import Job, JobId, PagesFrom
-from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Stop
-from redline.wire.replicas import Replica, Replicas
-from redline.wire.step import Step
+from redline.messages.channel import MemoryChannel
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.handoff import Prefill
+from redline.messages.job import Job, JobId, PagesFrom
+from redline.messages.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Stop
+from redline.messages.replicas import Replica, Replicas
+from redline.messages.step import Step
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.heartbeat import LoopStatus, LoopWatchdog
 from redline.worker.loop import lead

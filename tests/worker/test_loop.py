@@ -16,15 +16,15 @@ import torch
 from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.driver import CudaError
-from redline.plan.planner import PlanConfig, Planner
+from redline.messages.channel import MemoryChannel
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.handoff import ChunkAck, PullRequest, WorkerDown
+from redline.messages.job import Abort, Grammar, Job, JobId
+from redline.messages.news import Load, Missed, Ping, Stop
+from redline.messages.step import Shape, Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.wire.channel import MemoryChannel
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.handoff import ChunkAck, PullRequest, WorkerDown
-from redline.wire.job import Abort, Grammar, Job, JobId
-from redline.wire.news import Load, Missed, Ping, Stop
-from redline.wire.step import Shape, Step, StepResult
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker import loop
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager

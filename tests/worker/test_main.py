@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from redline.chat.hashing import make_job
+from redline.messages.channel import SocketInbox, SocketOutbox, ipc_address
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.job import JobId, Sampling
+from redline.messages.news import Failed, Heartbeat, Ready
 from redline.model.k2.write import random_checkpoint
-from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.job import JobId, Sampling
-from redline.wire.news import Failed, Heartbeat, Ready
 from redline.worker.config import EngineConfig, WorkerConfig
 from tests import forked
 from tests.tiny_model import kernel_config
@@ -22,8 +22,8 @@ from tests.waiting import LIMIT_S, until
 
 BROKEN = """
 import signal, sys, torch
-from redline.wire.channel import SocketInbox
-from redline.wire.job import Job
+from redline.messages.channel import SocketInbox
+from redline.messages.job import Job
 from redline.worker import engine, main, heartbeat
 drain, heard = SocketInbox.drain, []
 def all_jobs(self, **how):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from redline.chat.hashing import make_job
-from redline.wire.job import JobId, Sampling
+from redline.messages.job import JobId, Sampling
 from redline.worker.loop import StepInFlight, turn
 from tests.tiny_model import BOTH, FINGERPRINT, VOCABULARY, open_engine, tiny_model
 

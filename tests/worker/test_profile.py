@@ -13,14 +13,14 @@ from redline.chat.hashing import make_job as hashed_job
 from redline.kernels.cpu import native
 from redline.kernels.cpu.best import best
 from redline.kernels.cpu.watch import ROOM, OpTimes
+from redline.messages.channel import MemoryChannel
+from redline.messages.codec import Wire
+from redline.messages.delta import Delta
+from redline.messages.job import JobId, Sampling
+from redline.messages.profile import Profile, Profiled, Span, spans_of
 from redline.model.k2.write import random_checkpoint
-from redline.plan.planner import PlanConfig, Planner
 from redline.run.runner import nobody
-from redline.wire.channel import MemoryChannel
-from redline.wire.codec import Wire
-from redline.wire.delta import Delta
-from redline.wire.job import JobId, Sampling
-from redline.wire.profile import Profile, Profiled, Span, spans_of
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker import loop
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from redline.plan.planner import PlanConfig, Planner
-from redline.route.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
-from redline.wire.channel import MemoryChannel
-from redline.wire.news import Heartbeat, Ping, Ready, Stop
-from redline.wire.step import Step, StepResult
+from redline.messages.channel import MemoryChannel
+from redline.messages.news import Heartbeat, Ping, Ready, Stop
+from redline.messages.step import Step, StepResult
+from redline.router.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
+from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker import heartbeat as module
 from redline.worker.heartbeat import BEAT_S, LoopStatus, LoopWatchdog
 from redline.worker.loop import lead

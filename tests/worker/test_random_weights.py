@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from redline.deploy.config import read
 from redline.errors import ConfigError
-from redline.fleet.config import read
 from redline.model.k2.write import k25_config
 from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig

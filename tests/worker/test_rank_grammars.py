@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from redline.messages.codec import Wire, decode, encode
+from redline.messages.job import PAGE_TOKENS, Grammar
+from redline.messages.news import Stop
+from redline.messages.step import Forget, Step
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import KEPT, KEPT_CHARS, Matchers
 from redline.run.runner import Runner
-from redline.wire.codec import Wire, decode, encode
-from redline.wire.job import PAGE_TOKENS, Grammar
-from redline.wire.news import Stop
-from redline.wire.step import Forget, Step
 from redline.worker.drawn import Comparison
 from redline.worker.rank import _obey
 from redline.worker.rank_memory import FollowedMemory, RankMemory

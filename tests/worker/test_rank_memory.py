@@ -9,12 +9,12 @@ import torch
 
 from redline import limits
 from redline.errors import ConfigError
+from redline.messages.codec import decode, encode
+from redline.messages.handoff import Piece
+from redline.messages.job import PageId
+from redline.messages.ranks import Export, Grow, Scatter
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
-from redline.wire.codec import decode, encode
-from redline.wire.handoff import Piece
-from redline.wire.job import PageId
-from redline.wire.ranks import Export, Grow, Scatter
 from redline.worker import parcel_memory, rank_memory
 from redline.worker.parcel_memory import HostParcels, pin
 from redline.worker.rank_memory import FollowedMemory, RankMemory

@@ -18,14 +18,14 @@ from redline.errors import RankLost
 from redline.kernels.cpu import ranks as cpu_ranks
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import ALONE
+from redline.messages.job import Job
+from redline.messages.step import Drawn, RowResult, StepResult
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.shard import rooms_of
 from redline.model.k2.write import random_checkpoint
+from redline.policy.costs import StepCosts
 from redline.run import runner
 from redline.run.fit import Sizes
-from redline.tune.costs import StepCosts
-from redline.wire.job import Job
-from redline.wire.step import Drawn, RowResult, StepResult
 from redline.worker import engine, ranks
 from redline.worker.config import EngineConfig, RankConfig, Suffix
 from redline.worker.drawn import Account, Comparison

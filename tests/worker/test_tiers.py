@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from redline.errors import ConfigError
+from redline.messages.delta import Brought
+from redline.messages.job import PAGE_TOKENS, Job, PageId
 from redline.run.tiers.store import Reading, Saved
-from redline.wire.delta import Brought
-from redline.wire.job import PAGE_TOKENS, Job, PageId
 from redline.worker.engine import EngineCore
 from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of, told
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from redline.errors import ConfigError
-from redline.wire.delta import Delta
-from redline.wire.job import JobId
+from redline.messages.delta import Delta
+from redline.messages.job import JobId
 from redline.worker.trace import Trace
 from tests.fakes import make_job
 

@@ -13,8 +13,8 @@ from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, 
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
-from redline.wire.delta import Delta
-from redline.wire.job import Grammar, Job, JobId, Sampling
+from redline.messages.delta import Delta
+from redline.messages.job import Grammar, Job, JobId, Sampling
 from redline.worker.job_runner import JobRunner
 
 MAX_TOKENS = 1024  # a longer answer to an evaluation prompt is a repetition loop

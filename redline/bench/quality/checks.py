@@ -23,7 +23,7 @@ import msgspec
 
 from redline.bench.quality.json_value import check_schema, same, violation
 from redline.bench.quality.run_code import Candidate, run_asserts
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Call(TypedDict):

@@ -10,7 +10,7 @@ import msgspec
 from redline import clock
 from redline.bench.quality.answering import Greedy
 from redline.bench.quality.prompts import Answer, Prompt
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class _Line(Record, frozen=True):

@@ -12,8 +12,8 @@ import msgspec
 from redline.bench.quality.checks import check_check
 from redline.chat.lines import NOT_JSON, Chat
 from redline.errors import ConfigError
-from redline.wire.base import Record
-from redline.wire.delta import Finish
+from redline.messages.base import Record
+from redline.messages.delta import Finish
 
 
 class Prompt(Chat, frozen=True, kw_only=True):

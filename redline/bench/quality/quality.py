@@ -20,7 +20,7 @@ from redline import clock
 from redline.bench.quality.checks import Call, Grade, grade
 from redline.bench.quality.prompts import Answer, Prompt, limited, read_sets
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 TARGETS = "targets.json"  # in the folder of the sets: {set: {kind: percent}}; the kind "all" is the set's total
 TOTAL = "all"

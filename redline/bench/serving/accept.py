@@ -20,8 +20,8 @@ from redline.bench.serving.ready import Drafting
 from redline.bench.serving.records import Answer, Ask
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
-from redline.tune.synthetic import GOLDEN
-from redline.wire.base import Record
+from redline.messages.base import Record
+from redline.policy.synthetic import GOLDEN
 
 Source = Literal["metrics", "usage", "unknown"]
 

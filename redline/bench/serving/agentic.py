@@ -24,7 +24,7 @@ from redline.bench.serving.remarks import generator_remark, uncounted, uncounted
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.bench.serving.traces import Session
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Mode = Literal["recorded", "live"]
 Watch = Callable[[int, int, int], None]  # turns ended, sessions running, turns failed

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from redline.bench.serving.metrics import Counts, failure_of, texts
 from redline.bench.serving.records import Answer
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tokens", "cached tokens", "length"]
 

@@ -32,7 +32,7 @@ from redline.bench.serving.remarks import generator_remark, uncounted, uncounted
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Side = Literal["A", "B"]
 COUNTS_APART = 0.01  # relative difference in output tokens above which the report contains a warning

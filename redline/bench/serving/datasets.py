@@ -21,7 +21,7 @@ from redline.bench.serving.texts import RandomTexts, natural
 from redline.bench.serving.vocabulary import Vocabulary
 from redline.chat.lines import NOT_JSON
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Name = Literal["random", "sharegpt", "custom", "prefix_repetition", "redline"]
 NAMES: tuple[str, ...] = ("random", "sharegpt", "custom", "prefix_repetition", "redline")

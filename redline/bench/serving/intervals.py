@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 LEVEL = 0.95
 LEAST = 3  # values, at least: the interval of two is too wide to be useful

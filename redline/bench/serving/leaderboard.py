@@ -40,7 +40,7 @@ from redline.bench.serving.target import Pace, Target
 from redline.bench.serving.texts import natural
 from redline.bench.serving.vocabulary import Vocabulary
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 ANSWER_TOKENS = 500  # length of the answer for the end-to-end time
 SHOWN_PART = 0.8  # share of the answer's events that is timed if thinking is hidden

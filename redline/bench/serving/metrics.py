@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from redline.bench.serving.records import Answer, Chunk, Run
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 PERCENTILES = (50.0, 90.0, 99.0)
 Source = Literal["usage", "chunks", "vocabulary", "chunk count"]

@@ -5,7 +5,7 @@ from typing import Any
 from redline.bench.serving.datasets import DatasetConfig
 from redline.bench.serving.target import Pace
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Preset(Record, frozen=True):

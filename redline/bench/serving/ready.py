@@ -10,7 +10,7 @@ import msgspec
 from redline import clock
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 LOADING_S, ABSENT_S = (
     600.0,

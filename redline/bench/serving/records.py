@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Kind = Literal["answer", "thinking", "tool"]
 Failure = Literal["refused", "http", "stalled", "dropped", "malformed", "server", "deadline", "skipped"]

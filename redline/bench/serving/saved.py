@@ -20,7 +20,7 @@ from redline.bench.serving.records import Answer, Ask, Chunk, Failure, Generator
 from redline.bench.serving.target import Pace, Target
 from redline.disk import save as save_bytes
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 FORMAT = 1
 SECRETS = ("key", "token", "auth", "secret", "cookie", "password", "credential", "signature")

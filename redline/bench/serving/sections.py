@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Series(Record, frozen=True):

@@ -31,7 +31,7 @@ from redline.bench.serving.records import Answer, Run
 from redline.bench.serving.remarks import MOST_CPU, uncounted, uncounted_remarks
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 By = Literal["streams", "requests/s"]
 GAIN = 1.02  # times the best throughput so far: less than this is no gain

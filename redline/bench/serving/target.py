@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Patience(Record, frozen=True):

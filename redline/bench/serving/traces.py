@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 CHARACTERS_PER_TOKEN = 3.6  # of Python and English text in large vocabularies; used without a tokenizer
 Counter = Callable[[str], int]

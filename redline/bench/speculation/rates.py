@@ -37,14 +37,14 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.inputs import Inputs
+from redline.messages.base import Record
+from redline.messages.job import PAGE_TOKENS, Job, JobId, Sampling
+from redline.messages.news import TimedStep
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
-from redline.tune.synthetic import Acceptance
-from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
-from redline.wire.news import TimedStep
+from redline.policy.synthetic import Acceptance
 from redline.worker.acceptance import Round, acceptance_length, spoken
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine

@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 from redline import clock
+from redline.messages.base import Record
+from redline.messages.job import PAGE_TOKENS, PageId, Sampling
+from redline.messages.step import Begin, Row, Step
 from redline.ops.op import Cost, Machine
 from redline.run.runner import Runner
-from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS, PageId, Sampling
-from redline.wire.step import Begin, Row, Step
 
 _GREEDY = Sampling(max_tokens=1 << 20, temperature=0)
 CHUNK = 512

@@ -21,11 +21,11 @@ from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cpu.route_experts import route_experts
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.random_cpu import CpuWeights
 from redline.ops.mla import rounds
 from redline.ops.moe import Routed
 from redline.ops.op import Cost
-from redline.wire.job import PAGE_TOKENS
 
 
 class CpuStep:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from redline.bench.step.depth import Depth
 from redline.errors import ConfigError
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.random_weights import check_in_memory
 from redline.model.k2.shard import weight_bytes
-from redline.wire.job import PAGE_TOKENS
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import Linked, RankLinks
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.ops.op import Cost
-from redline.wire.job import PAGE_TOKENS
 
 CUDA = torch.device("cuda")
 ROTATIONS = 3  # CUDA graphs of a step; each maps its layers to other physical layers

@@ -15,8 +15,8 @@ from redline.bench.step.depth import Depth, Timing
 from redline.bench.step.rounds import RoundCase, RoundTiming, floors
 from redline.disk import hold, save, written
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.ops.op import Machine
-from redline.wire.base import Record
 
 WAIT_S = 60.0  # timeout in seconds while another process appends to the same file
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

@@ -25,7 +25,7 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import Machine
-from redline.tune.synthetic import GOLDEN, rates_of
+from redline.policy.synthetic import GOLDEN, rates_of
 
 TOKENS = 1, 4, 8, 32  # of the measured steps
 SHORT, LONG = 1024, 32768  # contexts

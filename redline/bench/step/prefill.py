@@ -26,11 +26,11 @@ from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.stream import PromptStream
 from redline.kernels.inputs import Chunk, Inputs
+from redline.messages.base import Record
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import part_of
-from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS
 
 MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # the second layer is measured
 LAYERS = 4  # layers run in sequence per timing: over ranks a layer overlaps the previous one's communication

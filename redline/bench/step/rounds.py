@@ -35,6 +35,8 @@ from redline.kernels.hopper.step.step_rows import (
     SLOT,
     TOKENS,
 )
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.step import Shape
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_left_out, body_ranks, head_ranks
@@ -42,15 +44,13 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.forced_routing import distinct, draw
 from redline.model.k2.random_weights import ForcedK2
 from redline.ops.op import Cost, Machine
+from redline.policy.synthetic import length_of
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph_recorder import Recorder
 from redline.run.graphs.shapes import CONTEXTS
 from redline.run.kv import KvPool
 from redline.run.slots import Slots
-from redline.tune.synthetic import length_of
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Shape
 
 TRACED = 8  # rounds in a trace, back to back
 

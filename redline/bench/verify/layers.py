@@ -29,6 +29,7 @@ from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import references
 from redline.kernels.rates import WORKING_SET_BYTES
 from redline.limits import free_memory
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2 import cpu
 from redline.model.k2.checkpoint import Checkpoint, Stored, Survey, layer_weights
 from redline.model.k2.config import K2Config
@@ -37,7 +38,6 @@ from redline.model.k2.forward import attended, route
 from redline.model.k2.load import load_layer
 from redline.ops.moe import MoeArgs
 from redline.ops.moe import reference as moe
-from redline.wire.job import PAGE_TOKENS
 
 ROWS = 64  # rows of the embedding
 SIZE = 0.1  # scale of the embedding's values

@@ -3,7 +3,7 @@
 from typing import Any
 
 from redline.bench.disk_rate import Read
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Problem(Record, frozen=True):

@@ -19,7 +19,7 @@ from redline.bench.serving.client import Client
 from redline.bench.serving.records import Answer, Ask
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 MAX_TOKENS = 64_000  # the suite's default for Kimi K2 Thinking
 MOST_SHOWN = 300  # maximum characters of a value in a report

@@ -22,8 +22,8 @@ from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.disk import check_output
 from redline.disk import save as save_bytes
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.progress import Working
-from redline.wire.base import Record
 
 
 class AgenticConfig(Record, frozen=True):

@@ -16,8 +16,8 @@ from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.progress import Working
-from redline.wire.base import Record
 
 
 class LeaderboardConfig(Record, frozen=True):

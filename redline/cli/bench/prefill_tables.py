@@ -16,8 +16,8 @@ from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.group import Group
 from redline.kernels.hopper.kernel import has_kernels, why_not
+from redline.messages.base import Record
 from redline.progress import Working
-from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 READ_BYTES = 4 << 30  # bytes read to measure bandwidth: far more than any cache holds

@@ -24,6 +24,7 @@ from redline.errors import ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.group import Group
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
+from redline.messages.base import Record
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import left_out
@@ -31,9 +32,8 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.hopper import most_decoded
 from redline.model.k2.random_weights import random_k2
 from redline.ops.op import Machine
+from redline.policy.synthetic import GOLDEN, rates_of, read_acceptance
 from redline.progress import Working
-from redline.tune.synthetic import GOLDEN, rates_of, read_acceptance
-from redline.wire.base import Record
 from redline.worker.config import HEAD_BITS
 from redline.worker.engine import free_memory, pick_device
 

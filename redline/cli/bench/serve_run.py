@@ -25,8 +25,8 @@ from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.disk import check_output, save
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.progress import Working
-from redline.wire.base import Record
 
 BASE = ("ttft", "tpot", "itl", "e2el")
 OF_THINKING = ("answer_ttft", "thinking")

@@ -25,13 +25,13 @@ from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
+from redline.messages.base import Record
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
+from redline.policy.synthetic import Acceptance, rates_of, read_acceptance
 from redline.progress import Working
-from redline.tune.synthetic import Acceptance, rates_of, read_acceptance
-from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 

@@ -25,14 +25,14 @@ from redline.errors import ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.group import Group
 from redline.kernels.hopper.kernel import has_kernels, why_not
+from redline.messages.base import Record
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.forced_routing import OVERLAP
 from redline.model.k2.shapes import shape
 from redline.ops.op import Machine
 from redline.progress import Working
 from redline.run.runner import Runner
-from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
 

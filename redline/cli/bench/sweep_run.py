@@ -19,8 +19,8 @@ from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.progress import Working
-from redline.wire.base import Record
 
 EACH, WARMUPS = 10, 2  # requests and warm-ups per stream, as in InferenceX
 AGAIN = "Prompts of a file are repeated at other loads and may hit the prefix cache; random prompts are not repeated."

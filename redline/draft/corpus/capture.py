@@ -28,9 +28,9 @@ from redline.draft.corpus.corpus import Example, Reader, read_about
 from redline.draft.corpus.synth import Told
 from redline.draft.corpus.target import Target, layers_of
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
-from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 INDEX = "index.json"

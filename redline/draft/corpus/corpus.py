@@ -15,7 +15,7 @@ import msgspec
 from redline.chat.lines import NOT_JSON
 from redline.disk import hold, unwritable, write_whole
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 SYNC_EXAMPLES = 64  # lines between two fsyncs: the most that a power failure loses; a kill loses none
 

@@ -7,7 +7,7 @@ import msgspec
 
 from redline.chat.hashing import make_job
 from redline.draft.corpus.corpus import Example
-from redline.wire.job import Job, JobId, Sampling
+from redline.messages.job import Job, JobId, Sampling
 from redline.worker.engine import Engine
 
 JOBS = 256  # requests submitted at the same time

@@ -23,12 +23,12 @@ from redline.disk import check_output, is_full
 from redline.draft.corpus.corpus import About, Example, Reader, Writer, claim, mend
 from redline.draft.corpus.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
 from redline.errors import ConfigError
+from redline.messages.base import Record
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
-from redline.wire.base import Record
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from redline.errors import ConfigError
 from redline.kernels.inputs import Chunk, Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.config import default_layer_ids
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, load
-from redline.wire.job import PAGE_TOKENS
 from redline.worker.engine import pick_device
 
 CALL_TOKENS = 8192

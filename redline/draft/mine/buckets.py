@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from redline.draft.mine.difficulty import Ints, Scores
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 DIMENSIONS = ("domain", "language", "length", "since start", "since control")
 _LENGTHS = (128, 512, 4096, 32_768, 131_072)

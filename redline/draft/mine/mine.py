@@ -32,9 +32,9 @@ from redline.draft.mine.difficulty import Proposals, Scores, Serving
 from redline.draft.mine.report import bucket_plot, bucket_table, drawn, tell_skipped
 from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
+from redline.messages.base import Record
+from redline.messages.job import Sampling
 from redline.progress import Working
-from redline.wire.base import Record
-from redline.wire.job import Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 

@@ -2,7 +2,7 @@
 
 import math
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 
 class Budget(Record, frozen=True):

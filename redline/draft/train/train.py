@@ -27,12 +27,12 @@ from redline.draft.train.batches import Source, is_held_out
 from redline.draft.train.curve import write_curve
 from redline.draft.train.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError
+from redline.messages.base import Record
 from redline.model.eagle3.config import Architecture
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.progress import Working
-from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 INTERRUPTED = 130  # the exit status of shells for SIGINT

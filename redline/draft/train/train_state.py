@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from redline.disk import is_full, sync
 from redline.draft.train.budget import Reached
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -15,8 +15,8 @@ from redline.draft.train import batches, losses, train_state, ttt
 from redline.draft.train.batches import Ahead, Batch, Captured, Source
 from redline.draft.train.budget import Budget, Reached, is_agreement, rate
 from redline.draft.train.losses import Kind, Measured, Stats, measured
+from redline.messages.base import Record
 from redline.model.eagle3.module import Eagle3
-from redline.wire.base import Record
 
 Line = dict[str, Any]
 

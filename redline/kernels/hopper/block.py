@@ -42,8 +42,8 @@ from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.stream import Part, PromptStream
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.route_experts import choose
-from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 256  # maximum tokens of a decode step of one rank
 SUMMED = 32  # maximum tokens for which the experts' second half may sum the pairs of a token in shared memory

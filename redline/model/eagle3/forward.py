@@ -39,11 +39,11 @@ from redline.kernels.cpu.mla import mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.forward import attend
 from redline.ops.gqa import GqaWeights, gqa_decode, gqa_prefill, heads_and_row
 from redline.ops.mla import MlaWeights, rounds, stored
 from redline.ops.staged import staged
-from redline.wire.job import PAGE_TOKENS
 
 SKIP = 1  # place 0 of a job is unused
 

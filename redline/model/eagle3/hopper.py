@@ -34,6 +34,7 @@ from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, spli
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Linked
 from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
 from redline.model.eagle3.shard import body_ranks, head_ranks
@@ -41,7 +42,6 @@ from redline.model.k2.cpu import Cut
 from redline.model.k2.shard import WHOLE, Shard
 from redline.ops.mla import angles
 from redline.ops.staged import staged
-from redline.wire.job import PAGE_TOKENS
 
 
 def check(config: Eagle3Config, place: str) -> None:

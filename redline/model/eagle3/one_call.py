@@ -20,10 +20,10 @@ from redline.kernels.cpu.blocks.draft_pass import (
 )
 from redline.kernels.cpu.panels import Matrix, panels_of
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.forward import chain, forward, fuse
 from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 
 def _fuse_cost(args: DraftFuseArgs) -> Cost:

@@ -12,12 +12,12 @@ from redline.kernels.cpu.blocks.transformer import Transformer, TransformerArgs
 from redline.kernels.cpu.panels import Experts, Matrix, panels_of, prepare_experts
 from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.forward import forward
 from redline.ops.formats import quantize_int4
 from redline.ops.linear import LinearArgs, linear
 from redline.ops.mla import FP8, NANO, TINY, random_weights
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 
 def cost(step: TransformerArgs) -> Cost:

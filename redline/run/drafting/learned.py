@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
@@ -25,7 +26,6 @@ from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
 from redline.run.slots import Proposal, Slots, Span
-from redline.wire.job import PAGE_TOKENS
 
 SURE = 8  # tokens of a suffix match from which it is preferred to the learned drafter
 

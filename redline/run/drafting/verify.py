@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.messages.job import Sampling
 from redline.ops.draws import VERDICT
 from redline.run.sampling.on_host import (
     adjusted,
@@ -28,7 +29,6 @@ from redline.run.sampling.on_host import (
     sample_token,
     uniform_of,
 )
-from redline.wire.job import Sampling
 
 # Streams of random numbers; the index of a draft counts up in steps of _STREAMS. Numbers are keyed by the position at
 # which the row begins: whether a draft is accepted decides what later rows draft at its position, so those rows need

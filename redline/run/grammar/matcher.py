@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.tune.grammar import Budget, parser_limits, told
-from redline.wire.job import Grammar
+from redline.messages.job import Grammar
+from redline.policy.grammar import Budget, parser_limits, told
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

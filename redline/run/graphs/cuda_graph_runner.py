@@ -53,6 +53,8 @@ from redline.kernels.hopper.step.step_rows import (
     TOKENS,
 )
 from redline.kernels.hopper.step.suffix_match import SHORTEST
+from redline.messages.job import PAGE_TOKENS, Sampling
+from redline.messages.step import CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 from redline.ops.draws import signed
 from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
@@ -62,8 +64,6 @@ from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
 from redline.run.sampling.on_host import is_greedy, is_narrowed
 from redline.run.slots import NOTHING, Proposal, Slot
-from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HOST_BUFFERS = 8  # plans or results that the host may still hold: two per step if a prompt ends in it
 FOR_EVER = 1 << 62  # larger than any slot's length

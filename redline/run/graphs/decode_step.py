@@ -41,12 +41,12 @@ from redline.kernels.hopper.step.step_rows import (
 )
 from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.inputs import Inputs
+from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.kv import KvPool
 from redline.run.sampling.on_device import TOP_LOGPROBS, Odds, sample_rows, score_rows
 from redline.run.slots import Slots
-from redline.wire.step import Shape
 
 NO_CHOICE = -2  # token id of a row that may choose no token: its sampling parameters exclude all finite logits
 

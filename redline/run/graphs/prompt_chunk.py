@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
+from redline.messages.job import PAGE_TOKENS
+from redline.messages.step import Row, RowResult, Shape, Step, StepResult
 from redline.run.drafting.learned import Drafting
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, GraphReplay, HostBuffers
 from redline.run.graphs.decode_step import DecodeStep, SharedState
 from redline.run.layer_marks import LayerMarks
 from redline.run.slots import Span
-from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Row, RowResult, Shape, Step, StepResult
 
 
 class PromptChunks:

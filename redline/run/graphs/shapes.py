@@ -4,7 +4,7 @@ the same."""
 import itertools
 
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
-from redline.wire.step import Shape
+from redline.messages.step import Shape
 
 BUCKETS = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, MOST_ROWS
 # context lengths in tokens, in addition to the longest possible; attention over longer contexts has more partial

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
+from redline.messages.step import TokenLogprobs
 from redline.ops.draws import uniforms
 from redline.ops.sample import AT_ONCE
 from redline.run.sampling.on_host import likeliest
-from redline.wire.step import TokenLogprobs
 
 
 class Odds(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
+from redline.messages.job import Sampling
+from redline.messages.step import TokenLogprobs
 from redline.ops.sample import least_kept
-from redline.wire.job import Sampling
-from redline.wire.step import TokenLogprobs
 
 _MASK = (1 << 64) - 1
 SHORTLIST = 256  # candidates that `kept` examines first; it sorts the whole vocabulary only if they are not enough

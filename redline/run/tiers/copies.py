@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from redline import clock
+from redline.messages.job import PageId
 from redline.run.tiers.pages import WholePages
-from redline.wire.job import PageId
 
 SUMS = 512  # checksums per block of pinned memory: more than are ever saved together
 MADE = 8  # copies launched in a row at startup, so that their host resources are allocated by then

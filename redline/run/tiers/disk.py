@@ -26,7 +26,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from redline.wire.job import PageHash
+from redline.messages.job import PageHash
 
 FILE_BYTES = 64 << 20  # size of a file, if that is four pages or more
 LEAST_FILES = 8  # files that the limit is divided into: one of them is removed at a time

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from redline.wire.job import PageHash
+from redline.messages.job import PageHash
 
 Memory = Callable[[int], Tensor]
 """Allocates that many bytes of host memory, uint8."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import checksum, checksums
+from redline.messages.job import PageHash, PageId
 from redline.ops import checksum as meaning
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
-from redline.wire.job import PageHash, PageId
 
 TOGETHER = 16  # pages that a GPU gathers or scatters at once: two buffers of some 70 MB of its memory for Kimi
 

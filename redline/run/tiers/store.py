@@ -25,12 +25,12 @@ from torch import Tensor
 
 from redline import clock
 from redline.errors import ConfigError
+from redline.messages.job import PageHash, PageId
 from redline.run.tiers.copies import Copied, Copies, Leaving, wait
 from redline.run.tiers.disk import DiskPages, Place
 from redline.run.tiers.memory import Entry, HostPages, pinned, unpin
 from redline.run.tiers.pages import TOGETHER, WholePages, seal, seed_of
 from redline.run.tiers.parts import Parts
-from redline.wire.job import PageHash, PageId
 
 Tier = Literal["host", "disk"]
 

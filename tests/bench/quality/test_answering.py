@@ -11,8 +11,8 @@ from redline.bench.quality.prompts import Prompt
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 HELLO = Prompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from redline.wire.base import Record
+from redline.messages.base import Record
 
 Fault = Literal[
     "status",  # an HTTP error (`Script.status`) with a JSON body

@@ -29,7 +29,7 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.shard import body_left_out
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
 from redline.ops.op import Machine
-from redline.tune.synthetic import GOLDEN, rates_of
+from redline.policy.synthetic import GOLDEN, rates_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 NEAR = 0.0006  # half a unit of the third decimal of ms and µs, rounded up

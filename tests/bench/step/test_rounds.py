@@ -30,8 +30,8 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.random_weights import ForcedK2, forced_k2, random_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import Machine
+from redline.policy.synthetic import rates_of
 from redline.run.graphs.graph_recorder import Recorder
-from redline.tune.synthetic import rates_of
 from tests.bench.step.test_depth import H200, depth
 from tests.bench.step.test_depth_gpu import CONFIG as TILED
 from tests.tiny_model import CPU, kernel_config

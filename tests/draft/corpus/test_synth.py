@@ -18,9 +18,9 @@ from redline.draft.corpus import synth as room
 from redline.draft.corpus.corpus import read_examples
 from redline.draft.corpus.synth import SynthConfig, in_bulk, run, synth, wanted
 from redline.errors import ConfigError
+from redline.messages.delta import Delta
+from redline.messages.job import Job, JobId
 from redline.model.k2.write import random_checkpoint
-from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId
 from redline.worker.config import EngineConfig
 from redline.worker.job_runner import JobRunner
 from tests.tiny_model import kernel_config

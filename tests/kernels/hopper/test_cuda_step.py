@@ -38,9 +38,9 @@ from redline.kernels.hopper.step.step_rows import (
 )
 from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case
 from redline.run.drafting.suffix import Suffix
-from redline.wire.job import PAGE_TOKENS
 from tests.seeds import fresh_generator
 
 pytestmark = [

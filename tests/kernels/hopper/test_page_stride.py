@@ -15,8 +15,8 @@ from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.rowwise import split_a
 from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import NANO, random_weights
-from redline.wire.job import PAGE_TOKENS
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn

@@ -29,12 +29,12 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks, new_control
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3 import hopper
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.k2.shard import Shard, rooms_of
 from redline.model.k2.write import tiny_config
-from redline.wire.job import PAGE_TOKENS
 
 HIDDEN, WIDTH = 96, 64
 TARGET = tiny_config(

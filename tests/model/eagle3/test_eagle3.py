@@ -16,9 +16,9 @@ from torch import Tensor
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import fallbacks, references
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.one_call import draft_pass
-from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
 
 ROWS = 150  # rows of each job: pages end before positions 64 and 128

@@ -20,12 +20,12 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.kernel import fallbacks, references
+from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.hopper import GpuServed, check
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import tiny_config
-from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,13 +22,13 @@ from torch import Tensor
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.inputs import Inputs
+from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling, Thinking
+from redline.messages.step import Begin, Row, Step
 from redline.model.k2.forward import predicted
 from redline.run.drafting.learned import Drafting
 from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.run.sampling.on_host import adjusted, kept
-from redline.wire.job import PAGE_TOKENS, Grammar, PageId, Sampling, Thinking
-from redline.wire.step import Begin, Row, Step
 from tests.tiny_model import tiny_model
 
 TOKENS = b"a", b"b", b"c", b"d", b"e", b"<end>"

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.messages.delta import Delta
+from redline.messages.job import Job, PageId, Sampling
+from redline.messages.step import Begin, Row, Step
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
+from redline.policy.choose import Worth
 from redline.run.runner import Runner
-from redline.tune.choose import Worth
-from redline.wire.delta import Delta
-from redline.wire.job import Job, PageId, Sampling
-from redline.wire.step import Begin, Row, Step
 from redline.worker.config import Learned
 from redline.worker.engine import EngineCore
 from redline.worker.loop import turn

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from redline.messages.job import Job
 from redline.ops.draws import VERDICT
 from redline.run.drafting.verify import verify_synthetic
 from redline.run.runner import Runner
 from redline.run.sampling.on_host import uniform, uniform_of
-from redline.wire.job import Job
 from redline.worker.config import DraftConfig
 from tests.tiny_model import LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, tiny_model
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.messages.job import Sampling
 from redline.run.drafting import verify as module
 from redline.run.drafting.verify import Verified, draft_token, verify, verify_chosen
 from redline.run.sampling.on_host import adjusted, kept, pick, sample_each, sample_token, uniform_of
-from redline.wire.job import Sampling
 
 V, K = 6, 3  # size of the vocabulary, drafts in a row
 NOTHING = torch.zeros(0, dtype=torch.int64)

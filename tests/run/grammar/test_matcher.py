@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from redline.chat.vocabulary import grammar_tokens
+from redline.messages.job import Grammar, Thinking
+from redline.policy.grammar import AHEAD_S
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
-from redline.tune.grammar import AHEAD_S
-from redline.wire.job import Grammar, Thinking
 from tests.clocks import FakeClock
 from tests.tiny_tokenizer import TINY_VOCAB, tokenizer
 from tests.waiting import LIMIT_S, until
@@ -136,7 +136,7 @@ AMBIGUOUS = Grammar(text="start: a+\na: A | a a | a A a\nA: /[a-z ]/")
 
 
 def test_a_mask_that_meets_a_bound_says_so_and_allows_nothing(matchers: Matchers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    monkeypatch.setattr("redline.policy.grammar.STEP_ITEMS", 300)
     matcher = matchers.begin(AMBIGUOUS, ())
     for _ in range(200):
         if not allowed(matcher.masks(())[0]):
@@ -335,7 +335,7 @@ def test_a_bound_that_is_met_behind_drafts_does_not_end_an_answer_that_goes_else
     """Whatever was drafted: at a position after a draft for which the mask is unknown no token is allowed, and the
     answer continues.
     """
-    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    monkeypatch.setattr("redline.policy.grammar.STEP_ITEMS", 300)
     matchers = Matchers(functools.partial(grammar_tokens, TOKENIZER), TINY_VOCAB)
     schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(200)}}
     text = f'start: "n" /[a-z]+/ | "y" object\nobject: %json {json.dumps({**schema, "additionalProperties": False})}'

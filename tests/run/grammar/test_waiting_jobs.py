@@ -4,8 +4,8 @@ jobs wait.
 
 import pytest
 
+from redline.messages.job import Grammar
 from redline.run.grammar.matcher import KEPT, KEPT_CHARS, Matchers
-from redline.wire.job import Grammar
 from tests.fakes import World
 from tests.later import Later, compile_later
 

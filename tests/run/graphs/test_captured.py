@@ -28,13 +28,16 @@ from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
+from redline.messages.channel import MemoryChannel
+from redline.messages.delta import Delta
+from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.messages.news import Stop
+from redline.messages.step import Begin, CapturedShapes, Row, Shape, Step
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.ops.draws import signed, uniforms
-from redline.plan.recorded import RecordedShapes
-from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, SamplingNeeds, _facts, _way, _wishes
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
@@ -44,11 +47,8 @@ from redline.run.runner import Runner
 from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.sampling.on_host import sample_each, uniform
 from redline.run.slots import Slot, Slots
-from redline.wire.channel import MemoryChannel
-from redline.wire.delta import Delta
-from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
-from redline.wire.news import Stop
-from redline.wire.step import Begin, CapturedShapes, Row, Shape, Step
+from redline.scheduler.recorded import RecordedShapes
+from redline.scheduler.speculation import Speculation
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
 from tests.run.graphs.conftest import Open

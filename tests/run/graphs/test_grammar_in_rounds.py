@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from lab.attack.schemas import schemas
+from redline.messages.delta import Delta
+from redline.messages.job import PAGE_TOKENS, Grammar, Job
+from redline.messages.news import Load
+from redline.messages.step import RowResult, Step, StepResult
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
 from redline.model.k2.write import random_checkpoint
-from redline.plan.planner import Planner
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import Matcher
 from redline.run.runner import Runner
-from redline.wire.delta import Delta
-from redline.wire.job import PAGE_TOKENS, Grammar, Job
-from redline.wire.news import Load
-from redline.wire.step import RowResult, Step, StepResult
+from redline.scheduler.planner import Planner
 from redline.worker.config import DraftConfig, EngineConfig, Learned
 from redline.worker.engine import EngineCore, Loaded
 from tests.clocks import FakeClock
@@ -191,7 +191,7 @@ def test_what_a_grammar_forces_is_drafted_and_always_holds(
         return answered, engine.planner.load()
 
     told, load = given()
-    monkeypatch.setattr("redline.plan.speculation.MOST_FORCED", 0)
+    monkeypatch.setattr("redline.scheduler.speculation.MOST_FORCED", 0)
     monkeypatch.setattr(Matcher, "forced_behind", lambda *_: [])
     expected, without = given()
     assert told == expected == answers(opened(), jobs)
@@ -298,7 +298,7 @@ def test_a_grammar_that_takes_too_long_ends_its_own_job_alone(captured: bool, sp
 
 @pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
 def test_a_grammar_that_meets_a_bound_ends_its_own_job_alone(captured: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    monkeypatch.setattr("redline.policy.grammar.STEP_ITEMS", 300)
     text = "start: a+\na: A | a a | a A a\nA: /[a-z ]/"
     ambiguous = job("ambiguous", range(30), grammar=Grammar(text=text), max_tokens=200)
     given = answers(opened(captured=captured), [ambiguous, *PLAIN])

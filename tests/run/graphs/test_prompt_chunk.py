@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import torch
 
-from redline.plan.recorded import RecordedShapes
+from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.messages.step import Begin, Row, Step
 from redline.run.graphs.graph_recorder import Recorder
 from redline.run.layer_marks import LayerMarks
 from redline.run.runner import Launched, Runner
-from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
-from redline.wire.step import Begin, Row, Step
+from redline.scheduler.recorded import RecordedShapes
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
 from tests.run.graphs.conftest import Open

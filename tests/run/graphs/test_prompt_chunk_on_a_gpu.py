@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.wire.job import Job
+from redline.messages.job import Job
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import EngineCore
 from tests.tiny_model import job, run

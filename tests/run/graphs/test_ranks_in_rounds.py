@@ -10,14 +10,14 @@ import pytest
 
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import Alone
+from redline.messages.job import PAGE_TOKENS, PageId, Sampling
+from redline.messages.step import Begin, Row, Shape, Step, StepResult
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner
 from redline.run.graphs.graph_recorder import Recorder
 from redline.run.runner import Runner
-from redline.wire.job import PAGE_TOKENS, PageId, Sampling
-from redline.wire.step import Begin, Row, Shape, Step, StepResult
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import CPU, Answer, job, kernel_config, open_engine, prompt, run, tiny_model
 from tests.waiting import LIMIT_S, until

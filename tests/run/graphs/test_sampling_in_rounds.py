@@ -10,14 +10,14 @@ from torch import Tensor
 
 from redline.kernels.hopper.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
 from redline.kernels.hopper.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
-from redline.plan.recorded import RecordedShapes
+from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.messages.step import Begin, Row, Step
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, _way
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import TOP_LOGPROBS, logprobs_of_row, score_rows
 from redline.run.sampling.on_host import adjusted, likeliest, logprobs_of
 from redline.run.slots import Slot
-from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
-from redline.wire.step import Begin, Row, Step
+from redline.scheduler.recorded import RecordedShapes
 from redline.worker.config import DraftConfig, Suffix
 from redline.worker.engine import EngineCore
 from tests.run.graphs.conftest import Open

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.wire.job import Grammar, Job, Thinking
+from redline.messages.job import Grammar, Job, Thinking
 from redline.worker.config import DraftConfig
 from tests.run.graphs.test_grammar_in_rounds import (
     DRAWN,

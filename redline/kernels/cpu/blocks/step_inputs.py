@@ -18,8 +18,8 @@ from redline.kernels.hopper.step.step_rows import StepRows
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import Kernel
 from redline.kernels.record import Record
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 _step_inputs = native.function("step_inputs")
 _StepMemory = native.record("StepMemory")

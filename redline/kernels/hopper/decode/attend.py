@@ -29,8 +29,8 @@ from torch import Tensor
 
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 SMS = 132  # multiprocessors of NVIDIA H100 and H200
 MAX_WAVES = 4  # maximum waves of blocks, if pages are split: 35 MB of partial latents at R = 512

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode.dense import pad_columns
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.gqa import gqa_decode, rotate_halves
 from redline.ops.mla import stored
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 MOST_GROUP, MOST_WIDTH = 64, 256  # maximum heads per key head, and maximum width of a head
 _PROGRAMS = 528  # programs of a grid, if there are enough pages: four per multiprocessor of an NVIDIA H200

@@ -14,9 +14,9 @@ from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import rotate, stored
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 _Launch = launch_record("decode/dense.cu", "ProjectQLaunch")
 PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8_e4m3fn: "PLANE_E4M3"}

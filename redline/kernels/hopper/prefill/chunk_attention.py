@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from redline.kernels.hopper.layouts.tiled import padded
 from redline.kernels.inputs import Chunk
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import Unfolding, prefill_whole
-from redline.wire.job import PAGE_TOKENS
 
 FILL = 256  # lengths are padded to multiples of this, since cuDNN makes a new plan for each shape
 _ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

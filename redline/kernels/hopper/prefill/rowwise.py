@@ -13,10 +13,10 @@ from torch import Tensor
 
 from redline.kernels.hopper.layouts.tiled import PAD_K
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.add_norm import rms_norm
 from redline.ops.mla import FP8, rotate, stored
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 
 def _filled(x_TK: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ from redline.kernels.hopper.step.step_rows import (
     random_slots,
 )
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 
 @dataclass(frozen=True)

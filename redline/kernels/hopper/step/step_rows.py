@@ -15,8 +15,8 @@ from torch import Tensor
 
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
 
 MOST_ROWS = 256  # maximum rows of a step that is captured as a CUDA graph
 MOST_POSITIONS = 16  # maximum per row: its last token and its drafts

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.hopper.triton.linear import begin, block_rows, follow, launch, multiply
-from redline.wire.job import PAGE_TOKENS
+from redline.messages.job import PAGE_TOKENS
 
 _AT_ONCE = tl.constexpr(32)  # parts of squares that a program loads at a time
 

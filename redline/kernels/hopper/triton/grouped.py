@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.hopper.triton.rows import as_stored
-from redline.wire.job import PAGE_TOKENS
+from redline.messages.job import PAGE_TOKENS
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.wire.job import PAGE_TOKENS
+from redline.messages.job import PAGE_TOKENS
 
 
 @triton.jit

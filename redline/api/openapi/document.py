@@ -1,0 +1,168 @@
+"""Builds the OpenAPI 3.1 document of the routes from the structs that their parsers decode.
+
+Types, limits and required fields come from the structs by which msgspec validates bodies, so that the document always
+matches the server. What a struct cannot express (fields decoded from `Raw`, responses) is in each `Operation`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from redline import __version__
+from redline.api.openapi.operation import OPENAI_ERROR, Operation, Schema
+
+_REF = "#/components/schemas/"
+_BODY_ERRORS = {
+    "404": "The model is not served, or an object that the body refers to does not exist",
+    "408": "The body did not arrive in time",
+    "413": "The body is too large",
+    "504": "The answer was not complete before the deadline",
+}
+_POST_ERRORS = {
+    "415": "The body is not declared as application/json, or its compression is not gzip",
+    "503": "The server is loading, overloaded, draining or its worker is down; see Retry-After",
+}
+_ERRORS = {
+    "400": "The request is invalid; the error names the field of the body that is wrong, if any",
+    "403": "The request may come from a foreign web page",
+    "408": "The headers did not arrive in time",
+    "431": "The headers are too large",
+    "500": "Internal server error while processing this request",
+}
+_KEY_ERRORS = {"401": "No API key, or an unknown one"}
+_QUOTA_ERRORS = {"429": "The key has reached a rate limit; see Retry-After"}
+_TIMEOUT: Schema = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "description": "Deadline in seconds for the complete answer; after it: 504.",
+    "schema": {"type": "number", "minimum": 0.001, "maximum": 86400},
+}
+
+
+def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -> Schema:
+    """The document. open_paths: paths without a key. keys: whether the other paths need one."""
+    schemas: dict[str, Schema] = {}
+    for module in dict.fromkeys(operation.body.__module__ for operation in operations if operation.body is not None):
+        schemas |= _bodies(module, operations)
+    paths: dict[str, Schema] = {}
+    for operation in operations:
+        errors = operation.errors or OPENAI_ERROR
+        schemas[errors.name] = errors.schema
+        told = _operation(operation, keys=keys and operation.path not in open_paths)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = told
+    document: Schema = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Redline",
+            "version": __version__,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": group} for group in dict.fromkeys(operation.group for operation in operations)],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+            "schemas": schemas,
+        },
+    }
+    return document
+
+
+def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
+    """The schemas of the bodies of one module, and of nested structs: `openai.Chat` for `_Chat` of
+    openai/requests.py."""
+    mine = [operation for operation in operations if operation.body and operation.body.__module__ == module]
+    template = f"{_REF}{_dialect(module)}.{{name}}"
+    shapes: list[Any] = [operation.body for operation in mine]
+    shapes += [kind for operation in mine for kind in operation.raw.values() if not isinstance(kind, dict)]
+    _, schemas = msgspec.json.schema_components(shapes, ref_template=template)
+    for operation in mine:
+        _complete(schemas, operation, template)
+    for schema in schemas.values():
+        schema.pop("description", None)  # a struct's docstring is for developers
+        del schema["title"]
+    private, public = template.format(name="_").encode(), template.format(name="").encode()
+    named = {f"{_dialect(module)}.{name.removeprefix('_')}": schema for name, schema in schemas.items()}
+    return msgspec.json.decode(msgspec.json.encode(named).replace(private, public))
+
+
+def _complete(schemas: dict[str, Schema], operation: Operation, template: str) -> None:
+    """Complete the schemas of body fields that the struct leaves open."""
+    assert operation.body is not None
+    body = operation.body.__name__
+    for field, passing in operation.refused.items():
+        told = "Not supported: only values without effect are accepted."
+        schemas[body]["properties"][field] = {"description": told, "enum": passing}
+    for place, kind in operation.raw.items():
+        struct, _, field = place.rpartition(".")
+        properties: dict[str, Schema] = schemas[struct or body]["properties"]
+        if isinstance(kind, dict):
+            properties[field] = cast("Schema", kind)
+        else:
+            (properties[field],), _ = msgspec.json.schema_components([kind], ref_template=template)
+    for field, keywords in operation.bounds.items():
+        schemas[body]["properties"][field] |= keywords
+
+
+def _operation(operation: Operation, keys: bool) -> Schema:
+    content: Schema = {operation.text or "application/json": {"schema": operation.answer}}
+    said = "The answer"
+    errors = operation.errors or OPENAI_ERROR
+    error: Schema = {"$ref": _REF + errors.name}
+    if operation.event is not None:
+        said = f"The response; with `stream` true, server-sent events, {operation.framing}"
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "Events; x-event is the schema of an event's JSON"},
+            "x-event": {"anyOf": [operation.event, error]},
+        }
+    responses: Schema = {"200": {"description": said, "content": content}}
+    for status, why in _statuses(operation, keys).items():
+        schema = operation.unready if status == "503" and operation.unready is not None else error
+        status = str(errors.busy) if status == "503" else status
+        responses[status] = {"description": why, "content": {"application/json": {"schema": schema}}}
+    told: Schema = {
+        "operationId": f"{operation.method.lower()}{re.sub('[^a-z0-9]+', '_', operation.path.lower()).rstrip('_')}",
+        "tags": [operation.group],
+        "summary": operation.summary,
+        "responses": dict(sorted(responses.items())),
+    }
+    if operation.notes:
+        told["description"] = "\n".join(f"- {note}" for note in operation.notes)
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": operation.example}
+        for name in re.findall(r"{(\w+)}", operation.path)
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if operation.body is not None:
+        name = f"{_dialect(operation.body.__module__)}.{operation.body.__name__.removeprefix('_')}"
+        body = {"schema": {"$ref": _REF + name}, "example": operation.example}
+        told["requestBody"] = {"required": True, "content": {"application/json": body}}
+        parameters.append(_TIMEOUT)
+    if parameters:
+        told["parameters"] = parameters
+    if keys:
+        told["security"] = [{"bearer": []}, {"x-api-key": []}]
+    return told
+
+
+def _statuses(operation: Operation, keys: bool) -> dict[str, str]:
+    """Descriptions of all statuses other than 200."""
+    found = _ERRORS | (_KEY_ERRORS if keys else {})
+    if operation.method == "POST":
+        found |= _POST_ERRORS | (_QUOTA_ERRORS if keys else {})
+    if operation.body is not None:
+        found |= _BODY_ERRORS
+    if operation.missing is not None:
+        found["404"] = operation.missing
+    if operation.unready is not None:
+        found["503"] = "The model is loading or stalled, the server drains, or its worker is down"
+    return found
+
+
+def _dialect(module: str) -> str:
+    """`openai` for `redline.api.openai.requests`, `admin` for `redline.api.admin`."""
+    return module.removesuffix(".requests").rpartition(".")[2]

@@ -1,0 +1,777 @@
+"""A deployment: one TOML file, or one checkpoint folder and flags. An absent key is off, or its value is derived.
+
+weights = "weights/kimi-k2.6"          # the only required key
+
+host = "127.0.0.1"
+port = 8000
+api_replicas = 2                       # API processes that share the port; default 1
+served_model_name = ["kimi-k2.6"]      # default: the folder's name
+keys_file = "keys.txt"                 # names and API keys, one per line; absent: requests need no key
+responses_file = "responses.sqlite"   # where /v1/responses stores responses; absent: they are not stored
+reasoning_field = "reasoning_content"  # field with the reasoning of a chat's answer; or "reasoning", as in newer vLLM
+cors_origins = ["https://chat.example"]   # other origins whose pages may send requests (CORS); absent: none
+log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
+access_log = "json"                    # each request's line is a JSON object; or "text"
+drain_s = 30                           # seconds that running answers get to finish once the server stops
+admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: any free port, with a key
+                                       # printed at the start; no admin port if keys_file is set or host is not loopback
+admin_keys_file = "admin-keys.txt"     # keys that the admin routes accept
+metrics_port = 9090                    # serves /metrics on `host` without a key too; absent: no such port
+page = false                           # no page at /; default: a page, which asks for a key if keys_file is set
+unix_socket = "/run/redline.sock"      # replaces host and port
+tls_cert = "cert.pem"                  # HTTPS; with tls_key
+tls_key = "key.pem"
+
+[per_key]                              # default rate limits of each name in keys_file
+requests_per_s = 10
+concurrency = 16
+tokens_per_minute = 200000
+tokens_per_day = 50000000
+
+[requests]
+default_max_tokens = 4096              # max_tokens of a request that sets none; absent: up to the context length
+most_max_tokens = 32768                # highest max_tokens that a request may set
+timeout_s = 600                        # seconds from a request's arrival to its last token
+queue_tokens = 500000                  # prompt tokens that may be queued before new requests get 503
+
+[sla.default]                          # SLO targets of requests; absent: no targets, and attainment is not counted
+ttft_ms = 2000                         # time to the first token
+itl_ms = 50                            # inter-token latency
+
+[sla.interactive]                      # SLO targets of the keys with sla=interactive in keys_file
+ttft_ms = 500
+itl_ms = 30
+
+[steer]                                # switches roles of workers to follow the traffic; absent: roles are fixed
+every_s = 5                            # seconds between two evaluations of the traffic
+spare_s = 300                          # seconds for which fewer workers must suffice before one is stopped
+
+[engine]
+kv_memory = "8GB"
+max_model_len = 65536
+step_ms = 80                           # limit in ms of a step that mixes prefill and decode; absent: no limit
+kv_dtype = "fp8"                       # default bf16
+host_memory = "32GB"                   # per worker, KV offload tier for pages evicted from kv_memory; absent: none
+disk = "pages"                         # folder of the disk tier, for pages evicted from host_memory; absent: none
+disk_size = "500GB"                    # per worker, size of the disk tier; with disk
+
+[engine.speculation]                   # speculative decoding; absent: none
+type = "learned"                       # a drafter trained for this model; or "suffix", which needs none
+drafter = "weights/kimi-k2.6-eagle3"   # the drafter's folder
+head_bits = 8                          # bits per weight of the drafter's head; default 16
+
+[handoff]
+transport = "nixl"                     # transport for KV transfers between workers; default "auto"
+
+[cluster]                              # other machines; absent: all workers are on this one
+listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
+key_file = "cluster.key"               # a secret that all machines share
+
+[events]                               # KV cache events, for routers that read vLLM's format; absent: not published
+endpoint = "tcp://127.0.0.1:5557"      # address of the first worker; the next worker has the next port
+replay = "tcp://127.0.0.1:5657"        # address for requests to replay missed events; absent: no replay
+topic = "kv"                           # topic of each message; default: empty
+
+[[workers]]                            # one table per kind of worker; absent: one worker that does everything
+role = "prefill"                       # computes prompts for decode workers; or "decode", or "both"
+count = 1
+least = 1                              # the first `least` of them always run; [steer] starts and stops the others
+devices = [0, 1]                       # GPUs, divided among the `count` workers; absent: all visible GPUs
+cores = [0]                            # CPU cores that each worker may use; absent: all
+engine = { step_tokens = 4096 }        # keys that differ from [engine]
+at = "gpu-1"                           # the name of the machine's agent; absent: this machine
+weights = "/srv/kimi-k2.6"             # the checkpoint's folder on that machine; absent: the same path as here
+drafter = "/srv/kimi-k2.6-eagle3"      # the drafter's folder on that machine; absent: the same path as here
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+import msgspec
+from msgspec import Meta
+
+from redline.api.auth.access import is_loopback
+from redline.api.config import DEFAULT_SLA, Count, KeyLimits, Limits, Sla
+from redline.deploy.cluster import check_listen
+from redline.errors import ConfigError
+from redline.messages.base import Record, explained
+from redline.messages.news import Role
+from redline.policy.synthetic import read_acceptance
+from redline.scheduler.planner import MOST_STEP_TOKENS
+from redline.transport.choice import WITHIN_A_HOST, TransportName, check_installed
+from redline.worker.config import (
+    HEAD_BITS,
+    SUFFIX,
+    EngineConfig,
+    EventsConfig,
+    Learned,
+    Suffix,
+    drafts_of,
+    new_spelling,
+)
+
+ADMIN_HOST = "127.0.0.1"  # the admin routes are reachable from this machine only; use a proxy or a tunnel from others
+MOST_DRAFTS = 15  # draft tokens of one row in a step; more never pay
+LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # range of step_ms, the time limit of a mixed step
+MOST_REPLICAS = 16  # of the API; every worker sends its status messages to each replica
+
+# Upper bounds of the number keys. Except for step_tokens, the machine or the model sets a limit far below these.
+_MOST = {
+    "kv_memory": 2**50,
+    "host_memory": 2**50,
+    "disk_size": 2**60,
+    "max_model_len": 2**31,
+    "max_running": 4096,
+    "admit_together": 4096,
+    "step_tokens": MOST_STEP_TOKENS,
+    "ranks": 8,
+    "random_weights": 1000,
+}
+
+_SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be strings such as 8GB
+
+_FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
+
+_SYNTHETIC = "synthetic_acceptance"
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Requests(Record, frozen=True):
+    """Limits of every request; `redline.api.config.Limits` documents the fields."""
+
+    default_max_tokens: Count | None = None
+    most_max_tokens: Count | None = None
+    timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
+    queue_tokens: Count = Limits().queue_tokens
+
+
+class Handoff(Record, frozen=True):
+    """KV transfer between prefill and decode workers."""
+
+    # "peer": from GPU to GPU of one host. "shared": through shared memory of one host. "auto": "peer" if both workers
+    # support it, else "shared". "nixl": NIXL, from host memory to host memory.
+    transport: TransportName = "auto"
+
+
+Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
+
+
+class Steer(Record, frozen=True):
+    """Role switches and autoscaling: the roles and the number of workers follow the traffic (`role_controller`)."""
+
+    every_s: Seconds = 5.0  # between two evaluations
+    window_s: Seconds = 60.0  # of recent traffic that an evaluation uses
+    rest_s: Seconds = 30.0  # minimum between two changes
+    horizon_s: Seconds = 300.0  # over which a change has to pay for itself
+    spare_s: Seconds = 300.0  # for which fewer workers must suffice before one is stopped
+
+
+class Cluster(Record, frozen=True):
+    """Machines other than the one that serves the API."""
+
+    listen: str  # ADDRESS:PORT, where agents join; ADDRESS is the one by which other machines reach this machine
+    key_file: str  # the secret that all machines share; if Ray starts the agents, at the same path on each machine
+    kind: Literal["agents", "ray"] = "agents"  # "agents": an operator starts them; "ray": Ray starts one per worker
+
+
+class Events(Record, frozen=True):
+    """Where workers publish KV cache events in vLLM's format. Subscribers need no key."""
+
+    endpoint: (
+        str  # tcp://ADDRESS:PORT or ipc://PATH, of the first worker; the others have the next ports, or PATH.1 ...
+    )
+    replay: str | None = None  # an address in the same form; None: missed events are not sent again
+    topic: str = ""  # of each message
+
+    @property
+    def local(self) -> bool:
+        """Whether the endpoints are reachable from this machine only."""
+        hosts = [_TCP.fullmatch(address) for address in (self.endpoint, self.replay or "")]
+        return all(is_loopback(host[1].strip("[]")) for host in hosts if host is not None)
+
+
+_TABLES: dict[str, type[Record]] = {
+    "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "steer": Steer, "cluster": Cluster,
+    "events": Events,
+}  # fmt: skip
+_TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # a ZeroMQ TCP address
+_EVERY = {"*", "0.0.0.0", "[::]"}  # hosts that mean all addresses of a machine
+_NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # the name of a worker, or of a class of requests
+
+
+class Workers(Record, frozen=True):
+    """A kind of worker in [[workers]]."""
+
+    role: Role = "both"
+    count: Annotated[int, Meta(ge=1, le=64)] = 1
+    # The first `least` workers always run; [steer] starts and stops the others. None: all always run.
+    least: Annotated[int, Meta(ge=0, le=64)] | None = None
+    name: str | None = None  # None: its role, or "worker"
+    devices: tuple[int, ...] = ()  # GPUs, divided among `count` workers; empty: all visible GPUs
+    cores: tuple[int, ...] = ()  # CPU cores that each worker may run on; empty: all
+    engine: EngineConfig = EngineConfig()  # the keys of [engine], overridden by the kind's own
+    at: str | None = None  # the name of the machine's agent; None: this machine
+    weights: str | None = None  # the checkpoint's folder on that machine; None: the same path as here
+    drafter: str | None = None  # the drafter's folder on that machine; None: the same path as here
+
+
+class Place(NamedTuple):
+    """One worker of a deployment: its name, role, configuration and machine."""
+
+    name: str
+    role: Role
+    engine: EngineConfig
+    devices: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+    transport: TransportName | None = None  # of its KV transfers; None: it neither sends nor receives prompts
+    tells_cache: bool = False  # it reports its cached pages to the router, which chooses among several workers
+    events: EventsConfig | None = None  # None: it publishes no KV cache events
+    at: str | None = None  # the name of another machine's agent; None: this machine
+    weights: str | None = None  # the checkpoint's folder on that machine
+    alone: bool = False  # no other worker of the deployment uses its GPUs
+    spare: bool = False  # it runs only while the autoscaler wants it
+
+
+class ServeConfig(Record, frozen=True):
+    """A deployment; its fields are the keys of the file."""
+
+    weights: str  # the checkpoint's folder
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one
+    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS)] = 1  # API processes that share the port
+    served_model_name: tuple[str, ...] = ()  # empty: the folder's name
+    keys_file: str | None = None  # None: requests need no key
+    responses_file: str | None = None  # None: /v1/responses stores nothing
+    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"  # of a chat's answers and deltas
+    cors_origins: tuple[str, ...] = ()  # empty: cross-origin requests are not allowed
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: Literal["text", "json"] = "text"
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # seconds for running answers once the server stops
+    # 0: any free port. None: any free port with a generated key if the server listens on loopback, else no admin port.
+    admin_port: int | None = None
+    admin_keys_file: str | None = None
+    page: bool = True  # the page at /: a chat with the model and a view of the engine
+    metrics_port: int | None = None  # 0: any free port; None: /metrics is on the API's port only
+    unix_socket: str | None = None  # path of a socket that replaces host and port
+    tls_cert: str | None = None  # PEM files
+    tls_key: str | None = None
+    per_key: KeyLimits = KeyLimits()
+    requests: Requests = Requests()
+    handoff: Handoff = Handoff()
+    sla: dict[str, Sla] = msgspec.field(
+        default_factory=dict[str, Sla]
+    )  # SLO targets by class of requests; DEFAULT_SLA is the class of all other requests
+    steer: Steer | None = None  # None: workers keep their roles unless an operator switches one
+    cluster: Cluster | None = None  # None: all workers are on this machine
+    events: Events | None = None  # None: KV cache events are not published
+    engine: EngineConfig = EngineConfig()
+    # Seconds that a request whose worker went down waits to be resumed on another, in addition to the time that the
+    # slowest worker's newest start took. 0: the request fails at once, and a worker that went down is not restarted.
+    resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    workers: tuple[Workers, ...] = ()  # empty: one worker that does everything
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every worker of the deployment."""
+        by_ray = self.cluster is not None and self.cluster.kind == "ray"
+        if not self.workers:
+            only = _own_folder(Place("worker", "both", self.engine, events=own_events(self.events, 0)))
+            return (_elsewhere(only._replace(alone=True), "worker" if by_ray else None, self.weights),)
+        found: list[Place] = []
+        hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
+        transport = self.handoff.transport if hands_over else None
+        for kind in self.workers:
+            name, each = kind.name or {"both": "worker"}.get(kind.role, kind.role), len(kind.devices) // kind.count
+            for number in range(kind.count):
+                own = name if kind.count == 1 else f"{name}-{number}"
+                devices = kind.devices[number * each : (number + 1) * each]
+                place = _own_folder(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
+                place = place._replace(spare=kind.least is not None and number >= kind.least)
+                at = own if by_ray else kind.at
+                found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
+        return tuple(
+            place._replace(
+                tells_cache=len(found) > 1,
+                events=own_events(self.events, number),
+                alone=by_ray or _alone(place, found),
+            )
+            for number, place in enumerate(found)
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model names that requests may use; a response carries the one that its request used."""
+        return self.served_model_name or (Path(self.weights).resolve().name,)
+
+
+def own_events(events: Events | None, number: int) -> EventsConfig | None:
+    """The addresses where worker `number` publishes its KV cache events. Raises ConfigError for a malformed address."""
+    if events is None:
+        return None
+    replay = None if events.replay is None else _own_address(events.replay, number, "replay")
+    return EventsConfig(
+        endpoint=_own_address(events.endpoint, number, "endpoint"), number=number, replay=replay, topic=events.topic
+    )
+
+
+def _own_address(address: str, number: int, key: str) -> str:
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return f"{address}.{number}" if number else address
+    tcp = _TCP.fullmatch(address)
+    if tcp is None or not 1 <= int(tcp[2]) + number <= 65535:
+        raise ConfigError(
+            f"events.{key} is {address!r}; expected tcp://ADDRESS:PORT, with a port for each worker up to 65535, or "
+            "ipc://PATH"
+        )
+    return f"tcp://{tcp[1]}:{int(tcp[2]) + number}"
+
+
+def _check_events(config: ServeConfig, source: Path) -> None:
+    try:
+        told = [place.events for place in config.places if place.events is not None]
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    addresses = [address for each in told for address in (each.endpoint, each.replay) if address is not None]
+    if _meet(addresses):
+        raise ConfigError(
+            f"{source}: events.endpoint and events.replay overlap: each of the {len(told)} workers uses the next port "
+            f"of both; leave a gap of at least {len(told)}"
+        )
+
+
+def _check_ports(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError if two listeners of the server's own machine share a port; port 0 (any free one) is exempt."""
+    listens: list[tuple[str, str, int]] = []  # key, host, port
+    if config.unix_socket is None:
+        listens.append(("port", config.host, config.port))
+    if config.admin_port is not None:
+        listens.append(("admin_port", ADMIN_HOST, config.admin_port))
+    if config.metrics_port is not None:
+        listens.append(("metrics_port", config.host, config.metrics_port))
+    if config.cluster is not None:
+        host, _, port = config.cluster.listen.rpartition(":")
+        listens.append(("cluster.listen", host, int(port)))
+    for place in config.places:
+        if place.at is None and place.events is not None:
+            for key, address in (("endpoint", place.events.endpoint), ("replay", place.events.replay)):
+                if (tcp := _TCP.fullmatch(address or "")) is not None:
+                    listens.append((f"events.{key} of {place.name}", tcp[1], int(tcp[2])))
+    for number, (key, host, port) in enumerate(listens):
+        for other, its_host, its_port in listens[:number]:
+            hosts = {each.strip("[]").replace("localhost", ADMIN_HOST) for each in (host, its_host)}
+            if port == its_port != 0 and (len(hosts) == 1 or hosts & {"*", "0.0.0.0", "::"}):
+                raise ConfigError(f"{source}: {other} and {key} are both port {port}; give each a port of its own")
+
+
+def _meet(addresses: list[str]) -> bool:
+    """Whether two addresses conflict: they are equal, or one is `*`, which takes its port on every address."""
+    hosts: dict[str, set[str]] = {}  # by port, or by path for ipc
+    for address in addresses:
+        tcp = _TCP.fullmatch(address)
+        host, place = ("", address) if tcp is None else (tcp[1], tcp[2])
+        there = hosts.setdefault(place, set())
+        if host in there or (there and ({host} | there) & _EVERY):
+            return True
+        there.add(host)
+    return False
+
+
+def _own_folder(place: Place) -> Place:
+    """The place with a disk tier folder of its own, since two workers must not write to the same folder."""
+    if place.engine.disk is None:
+        return place
+    disk = os.path.join(os.path.abspath(place.engine.disk), place.name)
+    return place._replace(engine=msgspec.structs.replace(place.engine, disk=disk))
+
+
+def _alone(place: Place, places: list[Place]) -> bool:
+    """Whether no other worker shares a GPU with this one. A worker without `devices` has all GPUs of its machine."""
+    beside = [other for other in places if other is not place and other.at == place.at]
+    apart = all(other.devices and not {*place.devices} & {*other.devices} for other in beside)
+    return apart and (bool(place.devices) or not beside)
+
+
+def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:
+    """The place on machine `at`, with the paths of that machine; unchanged if `at` is None."""
+    if at is None:
+        return place
+    drafts = place.engine.speculation
+    if isinstance(drafts, Learned):
+        drafts = msgspec.structs.replace(drafts, drafter=os.path.abspath(drafter or drafts.drafter))
+    engine = msgspec.structs.replace(place.engine, speculation=drafts)
+    return place._replace(at=at, weights=os.path.abspath(weights), engine=engine)
+
+
+def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
+    """Read a deployment file, or take a checkpoint's folder; then apply the flags, which override the file.
+
+    flags: values by key of the file; a key of a table is spelled as `engine.kv_memory`. `engine.speculation` is the
+    drafter, a folder or "suffix"; its options stay as in the file. Raises ConfigError naming file and key.
+    """
+    if source.is_dir():
+        values: dict[str, Any] = {"weights": str(source)}
+        kinds: list[dict[str, Any]] = []
+    elif source.is_file():
+        try:
+            values = tomllib.loads(source.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{source}: not a TOML file: {error}") from None
+        kinds = _worker_tables(values.pop("workers", []), source)
+        _check_keys(values, source)
+        _resolve(values, ("weights", *_FILES), source.parent)
+        _resolve(_table(values, "engine"), ("disk",), source.parent)
+        _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
+        _resolve(_table(values, "cluster"), ("key_file",), source.parent)
+    else:
+        raise ConfigError(f"{source}: no such folder or file; {_instead(source)}")
+    for key, value in flags.items():
+        table, _, last = key.rpartition(".")
+        drafting = key == "engine.speculation"
+        _table(values, table, make=True)[last] = _drafting(value, _table(values, key)) if drafting else value
+    _check_keys(values, source)
+    engine = _table(values, "engine")
+    _read_sizes(engine, f"{source}: engine")
+    for number, kind in enumerate(kinds):
+        own = kind.get("engine", {})
+        _resolve(own, ("disk",), source.parent)
+        _read_sizes(own, f"{source}: workers[{number}].engine")
+        kind["engine"] = engine | own
+    if kinds:
+        values["workers"] = kinds
+    drafting = _table(values, "engine.speculation")
+    if isinstance(drafting.get(_SYNTHETIC), str):
+        drafting[_SYNTHETIC] = read_acceptance(drafting[_SYNTHETIC], f"{source}: engine.speculation.{_SYNTHETIC}")
+    _check_type(engine, source)
+    try:
+        config = msgspec.convert(values, ServeConfig)
+    except msgspec.ValidationError as error:
+        message, at = explained(error, ServeConfig)
+        raise ConfigError(f"{source}: {message}" + (f" - at `${at}`" if at else "")) from None
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
+    if config.admin_port is not None and not 0 <= config.admin_port <= 65535:
+        raise ConfigError(f"{source}: admin_port is {config.admin_port}; expected 0 to 65535 (0: any free one)")
+    if config.metrics_port is not None and not 0 <= config.metrics_port <= 65535:
+        raise ConfigError(f"{source}: metrics_port is {config.metrics_port}; expected 0 to 65535 (0: any free one)")
+    if (config.admin_port is None) != (config.admin_keys_file is None):
+        raise ConfigError(f"{source}: admin_port and admin_keys_file need each other; set both, or neither")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError(f"{source}: tls_cert and tls_key need each other; set both, or neither")
+    if config.per_key != KeyLimits() and config.keys_file is None:
+        raise ConfigError(f"{source}: [per_key] limits the names in keys_file; set keys_file too")
+    if not config.host:
+        raise ConfigError(f"{source}: host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for every one")
+    for name in config.names:
+        if not name.isprintable() or not name:
+            raise ConfigError(f"{source}: the model would be called {name!r}; set served_model_name to printable text")
+    _check_engine(config.engine, f"{source}: engine")
+    for number, kind in enumerate(config.workers):
+        _check_engine(kind.engine, f"{source}: workers[{number}].engine")
+    _check_events(config, source)
+    _check_workers(config, source)
+    _check_promises(config, source)
+    _check_machines(config, source)
+    _check_ports(config, source)
+    try:
+        if any(place.at is None for place in config.places):
+            check_installed(config.handoff.transport)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: handoff.transport: {error}") from None
+    tokens = config.engine.draft_tokens
+    if not 0 <= tokens <= MOST_DRAFTS:
+        raise ConfigError(
+            f"{source}: engine.speculation.tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)"
+        )
+    drafts = config.engine.speculation
+    if isinstance(drafts, Learned) and drafts.head_bits not in HEAD_BITS:
+        raise ConfigError(f"{source}: engine.speculation.head_bits is {drafts.head_bits}; expected 16 or 8")
+    try:
+        rates = config.engine.synthetic_rates()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if config.engine.random_weights is not None and not is_loopback(config.host):
+        raise ConfigError(
+            f"{source}: engine.random_weights is for benchmarks: answers are noise; host is {config.host}, which other "
+            f"machines reach, so leave one of the two out"
+        )
+    if rates and not is_loopback(config.host):
+        raise ConfigError(
+            f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers contain draft tokens accepted at "
+            f"random; host is {config.host}, which other machines reach, so leave one of the two out"
+        )
+    return config
+
+
+def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[str, Any]:
+    """The table of that name, or {} if there is none. make: insert a missing table; a value of another type stays."""
+    place = values
+    for name in filter(None, dotted.split(".")):
+        inner = place.setdefault(name, {}) if make else place.get(name)
+        place = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+    return place
+
+
+def _worker_tables(tables: Any, source: Path) -> list[dict[str, Any]]:
+    """The tables under [[workers]]. Raise ConfigError if they are not a list of tables, and for unknown keys."""
+    known = list(Workers.__struct_fields__)
+    own = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
+    if not isinstance(tables, list):
+        raise ConfigError(f"{source}: workers is {tables!r}; expected tables, each headed [[workers]]")
+    found: list[dict[str, Any]] = []
+    for number, table in enumerate(cast("list[Any]", tables)):
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: workers[{number}] is {table!r}; expected a table, headed [[workers]]")
+        kind = cast("dict[str, Any]", table)
+        engine = kind.get("engine", {})
+        if not isinstance(engine, dict):
+            raise ConfigError(f"{source}: workers[{number}].engine is {engine!r}; expected a table")
+        for place, keys, table in (("", known, kind), (".engine", own, cast("dict[str, Any]", engine))):
+            for key in table:
+                if key not in keys:
+                    near = difflib.get_close_matches(key, keys, 1)
+                    meant = f"did you mean {near[0]}? " if near else ""
+                    raise ConfigError(
+                        f"{source}: unknown key workers[{number}]{place}.{key}; {meant}the keys are {', '.join(keys)}"
+                    )
+        found.append({**kind, "engine": dict(cast("dict[str, Any]", engine))})
+    return found
+
+
+def _check_engine(engine: EngineConfig, place: str) -> None:
+    for key, most in _MOST.items():
+        number: int | None = getattr(engine, key)
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError(f"{place}.{key} is {number:,}; expected 1 to {most:,}")
+
+    if engine.step_ms is not None and not LEAST_STEP_MS <= engine.step_ms <= MOST_STEP_MS:
+        raise ConfigError(
+            f"{place}.step_ms is {engine.step_ms:g}; expected {LEAST_STEP_MS:g} to {MOST_STEP_MS:,.0f} milliseconds"
+        )
+    if (engine.disk is None) != (engine.disk_size is None):
+        raise ConfigError(
+            f"{place}.disk and {place.rpartition(': ')[2]}.disk_size need each other; set both, or neither"
+        )
+    if engine.disk == "":
+        raise ConfigError(f"{place}.disk is empty; expected a folder, or leave it out")
+
+
+def _read_sizes(engine: dict[str, Any], place: str) -> None:
+    """Convert sizes given as strings to bytes."""
+    for key in _SIZES:
+        if isinstance(engine.get(key), str):
+            engine[key] = size(engine[key], f"{place}.{key}")
+
+
+def _check_workers(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError if the workers could not serve, or two have the same name."""
+    for number, kind in enumerate(config.workers):
+        if kind.name is not None and not _NAMED.fullmatch(kind.name):
+            raise ConfigError(
+                f"{source}: workers[{number}].name is {kind.name!r}; expected 1 to 32 letters, digits, - or _"
+            )
+        if len(kind.devices) % kind.count:
+            raise ConfigError(
+                f"{source}: workers[{number}].devices has {len(kind.devices)} GPUs for count = {kind.count} workers; "
+                "expected the same number for each"
+            )
+        if kind.devices and len(kind.devices) // kind.count < kind.engine.ranks:
+            raise ConfigError(
+                f"{source}: workers[{number}] has {len(kind.devices) // kind.count} GPUs for each worker, and "
+                f"engine.ranks is {kind.engine.ranks}"
+            )
+    _check_spares(config, source)
+    names = [place.name for place in config.places]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
+    if all(place.role == "prefill" for place in config.places):
+        raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; add one with role = "decode"')
+
+
+def _check_spares(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError if `least` is set and workers cannot be started and stopped on demand."""
+    for number, kind in enumerate(config.workers):
+        place = f"{source}: workers[{number}].least is {kind.least}"
+        if kind.least is None:
+            continue
+        if kind.least > kind.count:
+            raise ConfigError(f"{place}, and count is {kind.count}; expected at most {kind.count}")
+        if config.steer is None:
+            raise ConfigError(f"{place}, and only [steer] starts the others; set [steer], or leave it out")
+        if config.resume_s <= 0:
+            raise ConfigError(
+                f"{place}, and resume_s is 0: requests of a stopped worker cannot resume on another; leave one of the "
+                "two out"
+            )
+        if config.cluster is not None and config.cluster.kind == "ray":
+            raise ConfigError(f'{place}, and cluster.kind is "ray", which keeps an agent per worker; leave it out')
+    places = config.places
+    if any(place.spare for place in places) and all(place.spare or place.role == "prefill" for place in places):
+        raise ConfigError(
+            f'{source}: no worker with role "decode" or "both" always runs; set least to 1 or more for one of these '
+            "roles"
+        )
+
+
+def _check_promises(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for empty SLO targets, and for a [steer] that cannot work."""
+    for name, sla in config.sla.items():
+        if not _NAMED.fullmatch(name):
+            raise ConfigError(f"{source}: a class of requests is called {name!r}; expected letters, digits, - or _")
+        if sla == Sla():
+            raise ConfigError(f"{source}: [sla.{name}] has no target; set ttft_ms, itl_ms, or both")
+    if config.steer is None:
+        return
+    if len(config.places) < 2:
+        raise ConfigError(
+            f"{source}: [steer] switches roles between workers, and there is one; add [[workers]], or leave it out"
+        )
+    if DEFAULT_SLA not in config.sla:
+        raise ConfigError(f"{source}: [steer] needs SLO targets; set [sla.{DEFAULT_SLA}]")
+    if config.api_replicas > 1:
+        raise ConfigError(
+            f"{source}: api_replicas is {config.api_replicas}, and [steer] is set; each replica sees a part of the "
+            "traffic, so leave one of the two out"
+        )
+
+
+def _check_machines(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for workers on machines that cannot be reached, or that cannot do KV transfers."""
+    if config.cluster is not None:
+        check_listen(config.cluster.listen, f"{source}: cluster.listen")
+        if config.api_replicas > 1:
+            raise ConfigError(
+                f"{source}: api_replicas is {config.api_replicas}, and [cluster] is set; API replicas reach only "
+                "workers of their own machine, so leave one of the two out"
+            )
+    by_ray = config.cluster is not None and config.cluster.kind == "ray"
+    for number, kind in enumerate(config.workers):
+        place = f"{source}: workers[{number}]"
+        if kind.at is not None and config.cluster is None:
+            raise ConfigError(f"{place}.at is {kind.at}; set [cluster] listen and key_file, for that machine to join")
+        if kind.at is not None and by_ray:
+            raise ConfigError(f'{place}.at is {kind.at}, and cluster.kind is "ray", which chooses the machine itself')
+        if kind.at is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,63}", kind.at):
+            raise ConfigError(f"{place}.at is {kind.at!r}; expected 1 to 63 letters, digits, ., - or _")
+        if kind.devices and by_ray:
+            raise ConfigError(f'{place}.devices is set, and cluster.kind is "ray", which chooses GPUs by engine.ranks')
+        for key in ("weights", "drafter"):
+            path: str | None = getattr(kind, key)
+            if path is not None and kind.at is None and not by_ray:
+                raise ConfigError(f"{place}.{key} is a path on another machine; set at, or leave it out")
+            if path is not None and not os.path.isabs(path):
+                raise ConfigError(f"{place}.{key} is {path}; expected an absolute path on that machine")
+    machines = {place.at: place.name for place in config.places if place.transport in WITHIN_A_HOST}
+    if len(machines) > 1:
+        where = ", ".join(f"{name} is {f'at {at}' if at else 'here'}" for at, name in machines.items())
+        raise ConfigError(
+            f'{source}: handoff.transport is "{config.handoff.transport}", which works within one machine, and '
+            f'{where}: set handoff.transport = "nixl"'
+        )
+    if config.cluster is not None and all(place.at is None for place in config.places):
+        raise ConfigError(f"{source}: [cluster] is for workers on other machines, and no [[workers]] has `at`")
+
+
+def _instead(source: Path) -> str:
+    """A hint if neither folder nor file exists. OWNER/NAME is the form of a Hugging Face model id."""
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(source)) and not source.parent.exists():
+        return (
+            f"to fetch it from Hugging Face: hf download {source} --local-dir {source.name}, then serve {source.name}; "
+            "or install 'redline[hub]', and the same command fetches it"
+        )
+    return "expected a checkpoint's folder or a deployment.toml"
+
+
+def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the drafter of the table; keep the options that the new one also has."""
+    drafts = drafts_of(source)
+    return {key: table[key] for key in drafts.__struct_fields__ if key in table} | msgspec.to_builtins(drafts)
+
+
+def _check_keys(values: dict[str, Any], source: Path) -> None:
+    """Raise ConfigError for an unknown key, listing the known ones, and for a string with a zero byte."""
+    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", "workers", "sla", *_TABLES)]
+    tables = {name: list(table.__struct_fields__) for name, table in _TABLES.items()}
+    inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
+    speculation = _table(values, "engine.speculation")
+    kind = Suffix if speculation.get("type") == "suffix" else Learned
+    drafting = ["type", *kind.__struct_fields__]
+    places = {
+        **{key: f"engine.speculation.{key}" for key in drafting},
+        "engine": "[engine]",
+        "speculation": "[engine.speculation]",
+        **{key: f"engine.{key}" for key in inner},
+        **{name: f"[{name}]" for name in tables},
+        **{key: f"{name}.{key}" for name, keys in tables.items() for key in keys},
+        **{key: f"sla.NAME.{key}" for key in Sla.__struct_fields__},
+        **{key: key for key in outer},
+    }
+    for place, known, found in (
+        ("", [*outer, *tables, "sla", "engine"], values),
+        *((f"{name}.", keys, _table(values, name)) for name, keys in tables.items()),
+        *((f"sla.{name}.", list(Sla.__struct_fields__), table) for name, table in _classes(values)),
+        ("engine.", [*inner, "speculation"], _table(values, "engine")),
+        ("engine.speculation.", drafting, speculation),
+    ):
+        for key, value in found.items():
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"{source}: {place}{key} is {value!r}; expected text without zero bytes")
+            if key in known:
+                continue
+            spelled = key.lower().replace("-", "_")
+            now = new_spelling(spelled, value)
+            if now is not None and found is not speculation:
+                raise ConfigError(f"{source}: unknown key {place}{key}; it is {now} now")
+            near = difflib.get_close_matches(spelled, places, 1)
+            raise ConfigError(
+                f"{source}: unknown key {place}{key}; "
+                + (f"did you mean {places[near[0]]}? " if near else "")
+                + f"the keys are {', '.join(outer)}, under [engine] {', '.join(inner)}, "
+                + "".join(f"under [{name}] {', '.join(keys)}, " for name, keys in tables.items())
+                + f"under [sla.NAME] {', '.join(Sla.__struct_fields__)}, "
+                + f'and under [engine.speculation] ("{kind.__struct_config__.tag}") {", ".join(drafting)}'
+            )
+
+
+def _classes(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables under [sla]; values of another type are skipped, and rejected later by type."""
+    for name, table in _table(values, "sla").items():
+        if isinstance(table, dict):
+            yield name, cast("dict[str, Any]", table)
+
+
+def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    """Make the paths under `keys` relative to `folder`, that of the deployment file."""
+    for key in keys:
+        if isinstance(values.get(key), str):
+            values[key] = str(folder / values[key])
+
+
+def _check_type(engine: Mapping[str, Any], source: Path) -> None:
+    """Raise ConfigError if options of speculative decoding are set without its type."""
+    table = engine.get("speculation")
+    if table is None:
+        return
+    who = f'"learned" with drafter, a folder, or "{SUFFIX}" (--draft FOLDER|{SUFFIX})'
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: engine.speculation is {table!r}; expected a table with type = {who}")
+    if "type" not in table:
+        key = "".join(f".{key}" for key in list(cast("dict[str, Any]", table))[:1])
+        raise ConfigError(
+            f"{source}: engine.speculation{key} is set, but there is no drafter: set engine.speculation.type to {who}"
+        )
+
+
+def size(text: str, place: str) -> int:
+    """Bytes of a size such as 4096, 500MB, 2GB or 1.5GiB. Raises ConfigError, naming `place`, for any other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")
+    return round(float(match[1]) * _UNITS[match[2] or ""])  # 1.13e9 is a little less in binary

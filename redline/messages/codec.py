@@ -1,0 +1,59 @@
+"""Encoding of messages: one tagged union, as msgpack, validated while it is decoded."""
+
+import msgspec
+
+from redline.messages.delta import Delta
+from redline.messages.handoff import (
+    ChunkAck,
+    ChunkReady,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    PullRequest,
+    Queued,
+    WorkerDown,
+)
+from redline.messages.job import Abort, Job
+from redline.messages.machines import Listening, Machine, Orders, Refused
+from redline.messages.news import (
+    Cached,
+    Failed,
+    Heartbeat,
+    Load,
+    Missed,
+    Ping,
+    Ready,
+    Recall,
+    RoleTaken,
+    Stop,
+    TakeRole,
+)
+from redline.messages.profile import Profile, Profiled
+from redline.messages.ranks import Export, Grow, Scatter
+from redline.messages.replicas import Ask, Drain, Replicas, Roster, Told, Use
+from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
+
+Wire = (
+    Job | Abort | Step | Delta | Ready | Failed | Heartbeat | Ping | Missed | Load | Stop | Place | RecordMore | Hurry
+    | Compile | Forget | Export | Grow | Scatter
+    | Cached | Recall | Prefill | Queued
+    | PrefillStarted | PullRequest | ChunkReady | ChunkAck | PrefillDone | WorkerDown
+    | TakeRole | RoleTaken
+    | Listening | Machine | Orders | Refused
+    | Replicas | Roster | Use | Ask | Told | Drain
+    | Profile | Profiled
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder[Wire](Wire)
+
+
+def encode(message: Wire) -> bytes:
+    """A message as msgpack, tagged with its class name."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> Wire:
+    """The message in `data`. Raises msgspec.ValidationError, which names the place, if it is not a Wire message, and
+    msgspec.DecodeError if it is not msgpack."""
+    return _decoder.decode(data)
