@@ -1,0 +1,152 @@
+"""MoonViT-3D and the projector: pixels of an image, or of up to four frames of a video, become embeddings.
+
+One item is encoded at a time, so that its bits do not depend on other items (law 7). The encoder can stop between
+blocks, so that decode steps run in between. Products and attention are PyTorch's. Source of the formulas: Kimi K2.5's
+model card and vLLM's kimi_k25_vit; held to transformers' kimi_k25 by tests/model/vision.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, interpolate, layer_norm, linear, scaled_dot_product_attention
+
+from redline.errors import CheckpointError
+from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
+
+_EPS = 1e-5  # of the tower's norms
+_THETA = 10_000.0  # of rotary positions and of the time table
+
+
+class Grid(NamedTuple):
+    """Patches of one item. rows and columns are even."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.frames * self.rows * self.columns
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the prompt that the item takes: frames are averaged, 2 x 2 patches become one."""
+        return self.rows * self.columns // MERGE**2
+
+
+class Encoding:
+    """An item on its way through the blocks: its hidden states, and the number of blocks that have run."""
+
+    def __init__(self, grid: Grid, hidden: Tensor, turns: Tensor) -> None:
+        """hidden: [patches, width]. turns: complex64 [patches, 1, head / 2], the rotations of queries and keys."""
+        self.grid = grid
+        self.hidden = hidden
+        self.turns = turns
+        self.blocks = 0
+
+
+class VisionTower:
+    """The tower and its projector on one device. Weights are of one dtype, in which it computes; norms, softmax and
+    rotations are float32 inside."""
+
+    def __init__(self, config: VisionConfig, weights: Mapping[str, Tensor]) -> None:
+        """weights: by stored name, as in `VisionConfig.tensors`. CheckpointError if a tensor is missing or misshapen."""
+        for name, shape in config.tensors():
+            if name not in weights:
+                raise CheckpointError(f"vision tower: no tensor {name}")
+            if tuple(weights[name].shape) != shape:
+                raise CheckpointError(
+                    f"vision tower: {name} has shape {list(weights[name].shape)}; expected {list(shape)}"
+                )
+        self.config = config
+        self._weights = weights
+        some = weights[f"{PROJECTOR}.proj.2.weight"]
+        self.dtype, self.device = some.dtype, some.device
+        table = weights[f"{TOWER}.patch_embed.pos_emb.weight"]
+        self._positions = table.float().permute(2, 0, 1)[None]  # [1, width, rows, columns]
+        steps = torch.arange(0, config.hidden, 2, device=self.device) / config.hidden
+        angles = torch.arange(config.frames, device=self.device)[:, None] * _THETA**-steps
+        self._times = torch.cat([angles.sin(), angles.cos()], dim=1)  # [frames, width]
+
+    def encode(self, patches: Tensor, grid: Grid) -> Tensor:
+        """All of `begin`, `advance` and `finish`: [tokens, text_hidden]."""
+        encoding = self.begin(patches, grid)
+        self.advance(encoding, self.config.layers)
+        return self.finish(encoding)
+
+    @torch.inference_mode()
+    def begin(self, patches: Tensor, grid: Grid) -> Encoding:
+        """The embedded patches. patches: [patches, 3, patch, patch], normalised pixels, by frame, row, column."""
+        config = self.config
+        if tuple(patches.shape) != (grid.patches, 3, config.patch, config.patch):
+            raise ValueError(f"patches have shape {list(patches.shape)}; {grid} has {grid.patches} of {config.patch}")
+        if grid.frames > config.frames or grid.rows % MERGE or grid.columns % MERGE:
+            raise ValueError(f"{grid}: expected at most {config.frames} frames of even rows and columns")
+        pixels = patches.to(self.device, self.dtype).flatten(1)
+        weight = self._weights[f"{TOWER}.patch_embed.proj.weight"].flatten(1)
+        hidden = linear(pixels, weight, self._weights[f"{TOWER}.patch_embed.proj.bias"])
+        return Encoding(grid, hidden + self._placed(grid).to(self.dtype), self._turns(grid))
+
+    @torch.inference_mode()
+    def advance(self, encoding: Encoding, blocks: int) -> None:
+        """Runs up to `blocks` further blocks."""
+        for layer in range(encoding.blocks, min(encoding.blocks + blocks, self.config.layers)):
+            self._block(encoding, f"{TOWER}.encoder.blocks.{layer}")
+            encoding.blocks = layer + 1
+
+    @torch.inference_mode()
+    def finish(self, encoding: Encoding) -> Tensor:
+        """The embeddings [tokens, text_hidden] of an item that has passed all blocks."""
+        assert encoding.blocks == self.config.layers
+        frames, rows, columns = encoding.grid
+        hidden = self._norm(encoding.hidden, f"{TOWER}.encoder.final_layernorm", _EPS)
+        hidden = hidden.view(frames, rows // MERGE, MERGE, columns // MERGE, MERGE, -1)
+        pooled = hidden.float().mean(0).to(self.dtype).transpose(1, 2)  # [rows / 2, columns / 2, 2, 2, width]
+        pooled = self._norm(pooled, f"{PROJECTOR}.pre_norm", self.config.projector_eps)
+        merged = pooled.reshape(encoding.grid.tokens, -1)
+        return self._linear(gelu(self._linear(merged, f"{PROJECTOR}.proj.0")), f"{PROJECTOR}.proj.2")
+
+    def _block(self, encoding: Encoding, at: str) -> None:
+        config, hidden = self.config, encoding.hidden
+        normed = self._norm(hidden, f"{at}.norm0", _EPS)
+        q, k, v = self._linear(normed, f"{at}.wqkv").view(-1, 3, config.heads, config.head).unbind(1)
+        q, k = (_turned(x, encoding.turns).transpose(0, 1)[None] for x in (q, k))
+        mixed = scaled_dot_product_attention(q, k, v.transpose(0, 1)[None])  # its scale is head^-0.5
+        hidden = hidden + self._linear(mixed[0].transpose(0, 1).flatten(1), f"{at}.wo")
+        normed = self._norm(hidden, f"{at}.norm1", _EPS)
+        inner = gelu(self._linear(normed, f"{at}.mlp.fc0"), approximate="tanh")
+        encoding.hidden = hidden + self._linear(inner, f"{at}.mlp.fc1")
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
+
+    def _norm(self, x: Tensor, name: str, eps: float) -> Tensor:
+        return layer_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], eps)
+
+    def _placed(self, grid: Grid) -> Tensor:
+        """What each patch adds for its position: float32 [patches, width]. One frame has no term of time."""
+        frames, rows, columns = grid
+        table = self._positions
+        if (rows, columns) != (self.config.rows, self.config.columns):
+            table = interpolate(table, size=(rows, columns), mode="bicubic", align_corners=False)
+        places = table[0].permute(1, 2, 0).reshape(1, rows * columns, -1)
+        if frames > 1:
+            places = places + self._times[:frames, None]
+        return places.reshape(grid.patches, -1)
+
+    def _turns(self, grid: Grid) -> Tensor:
+        """Unit complex numbers [patches, 1, head / 2]: pairs alternate between column and row, in every frame alike."""
+        frames, rows, columns = grid
+        frequencies = _THETA ** -(torch.arange(0, self.config.head, 4, device=self.device) / self.config.head)
+        x = torch.arange(columns, device=self.device).repeat(rows)
+        y = torch.arange(rows, device=self.device).repeat_interleave(columns)
+        angles = torch.stack([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1).flatten(1)
+        return torch.polar(torch.ones_like(angles), angles).repeat(frames, 1)[:, None]
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotates neighbouring pairs of a query's or key's values, in float32. x: [patches, heads, head]."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
