@@ -52,7 +52,7 @@ class VisionTower:
     rotations are float32 inside."""
 
     def __init__(self, config: VisionConfig, weights: Mapping[str, Tensor]) -> None:
-        """weights: by stored name, as in `VisionConfig.tensors`. CheckpointError if a tensor is missing or misshapen."""
+        """weights: by stored name, as in `VisionConfig.tensors`. CheckpointError for a missing or misshapen tensor."""
         for name, shape in config.tensors():
             if name not in weights:
                 raise CheckpointError(f"vision tower: no tensor {name}")

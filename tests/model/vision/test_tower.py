@@ -33,7 +33,7 @@ def pixels(grid: Grid, seed: int = 1) -> Tensor:
 
 
 def theirs(config: VisionConfig, weights: dict[str, Tensor]) -> tuple[Any, Any]:
-    """transformers' tower and projector, which rotate halves in place of pairs: rows of queries and keys are permuted."""
+    """transformers' tower and projector. They rotate halves, not pairs, so rows of queries and keys are permuted."""
     from transformers import DeepseekV3Config, Kimi_K25Config, Kimi_K25VisionConfig
     from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection, Kimi_K25VisionModel
 

@@ -1,0 +1,77 @@
+"""Images are decoded in a process of their own: what it refuses, and what becomes of one that hangs or is killed."""
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+from PIL import Image
+
+from redline.errors import Overloaded, RequestError
+from redline.media import decoder as module
+from redline.media.decoder import ImageDecoder
+from redline.media.image import read_image
+from redline.media.rules import ImageRules
+
+pytestmark = pytest.mark.anyio
+RULES = ImageRules()
+
+
+def png(colour: str = "red", size: tuple[int, int] = (40, 30)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+async def decoder() -> AsyncIterator[ImageDecoder]:
+    made = ImageDecoder(RULES, most_pixels=1_000_000)
+    yield made
+    await made.close()
+
+
+async def test_an_image_is_decoded_as_in_this_process_and_a_bad_one_is_refused_by_field(decoder: ImageDecoder):
+    expected = read_image(png(), RULES, 1_000_000)
+    found, *refused = await asyncio.gather(
+        decoder.decode(png(), "a"), decoder.decode(b"text", "b"), decoder.decode(png(size=(2000, 2000)), "c"),
+        return_exceptions=True,
+    )  # fmt: skip
+    assert not isinstance(found, BaseException)
+    assert (found.layout, found.patches) == (expected.layout, expected.patches.tobytes())
+    assert [(error.param, str(error)[:23]) for error in refused if isinstance(error, RequestError)] == [
+        ("b", "Could not process image"),
+        ("c", "Could not process image"),
+    ]
+
+
+async def test_a_decoder_that_is_killed_refuses_one_image_and_decodes_the_next(decoder: ImageDecoder):
+    await decoder.decode(png(), "a")
+    process = decoder._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    asked = asyncio.ensure_future(decoder.decode(png(), "b"))
+    while not decoder._waiting:
+        await asyncio.sleep(0)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RequestError, match="its decoder ended"):
+        await asked
+    assert (await decoder.decode(png(), "c")).layout is not None
+
+
+async def test_an_image_that_takes_too_long_is_refused_and_its_process_is_killed(decoder: ImageDecoder):
+    await decoder.decode(png(), "a")
+    process = decoder._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    decoder._decode_s = 0.0
+    with pytest.raises(RequestError, match="more than 0 s"):
+        await decoder.decode(png(), "b")
+    assert await process.wait() == -signal.SIGKILL
+
+
+async def test_too_many_images_are_an_overload(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "WAITING", 2)
+    found = await asyncio.gather(*(decoder.decode(png(), str(n)) for n in range(3)), return_exceptions=True)
+    assert [type(one) for one in found].count(Overloaded) == 1
