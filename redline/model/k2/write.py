@@ -4,6 +4,7 @@
 later for any geometry. `random_checkpoint` writes a model of random weights in every layout of the family.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -29,6 +30,8 @@ from redline.model.k2.config import (
     Yarn,
 )
 from redline.model.k2.write_quantized import quantization_config
+from redline.model.vision.config import VisionConfig
+from redline.model.vision.load import random_tensors
 from redline.ops.formats import INT4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
 # k25: K2.5 and later. k25-short: without `.model.`, as in some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
@@ -269,15 +272,25 @@ def random_checkpoint(
     *,
     shard_bytes: int = SHARD_BYTES,
     experts_alike: bool = False,
+    vision: VisionConfig | None = None,
+    media_token: int | None = None,
 ) -> K2Config:
     """Writes a model of random weights, streamed. Returns the config that a reader gets: `config` with `quantization`.
 
     shard_bytes    as in `write_checkpoint`
     experts_alike  all experts have the first one's weights: the size is the same, and writing is as fast as the disk
+    vision         also writes this vision tower, and the preprocessor's config
+    media_token    the id that a prompt has at the positions of an image
     """
     config = replace(config, low_rank_norm_eps=config.rms_norm_eps, quantization=_FORMATS[quantization])
     tensors = _random_tensors(config, seed, layout, experts_alike)
-    write_checkpoint(folder, tensors, k25_config(config, layout), shard_bytes)
+    written = k25_config(config, layout)
+    if vision is not None:
+        tensors = itertools.chain(tensors, random_tensors(vision, seed))
+        written = k25_config(config, vision_config=vision.to_dict(), media_placeholder_token_id=media_token)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _write_json(Path(folder) / "preprocessor_config.json", k25_preprocessor_config())
+    write_checkpoint(folder, tensors, written, shard_bytes)
     return config
 
 
