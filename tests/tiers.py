@@ -11,8 +11,8 @@ from redline.messages.job import Job
 from redline.messages.news import TierLoad
 from redline.run.tiers.store import Tier
 from redline.worker.engine import EngineCore
-from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers
+from redline.worker.turn import StepInFlight, turn
 from tests.tiny_model import Answer, joined, open_engine, tiny_model
 
 WAIT_S = 120.0  # timeout for the store's thread
@@ -35,7 +35,7 @@ def tiers_of(engine: EngineCore) -> Tiers:
 
 
 def tier(engine: EngineCore, name: Tier) -> TierLoad:
-    return next(one for one in tiers_of(engine).load() if one.name == name)
+    return next(one for one in tiers_of(engine).figures() if one.name == name)
 
 
 def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, Answer]:
@@ -68,5 +68,5 @@ def close(engine: EngineCore) -> None:
     """Close the engine, as a worker does at Stop."""
     engine.planner.abort_all()
     engine.planner.check()
-    tiers_of(engine).close()
+    tiers_of(engine).stop()
     engine.runner.close()

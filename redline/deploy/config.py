@@ -102,7 +102,7 @@ from redline.errors import ConfigError
 from redline.messages.base import Record, explained
 from redline.messages.news import Role
 from redline.policy.synthetic import read_acceptance
-from redline.scheduler.planner import MOST_STEP_TOKENS
+from redline.scheduler.config import MOST_STEP_TOKENS
 from redline.transport.choice import WITHIN_A_HOST, TransportName, check_installed
 from redline.worker.config import (
     HEAD_BITS,

@@ -29,7 +29,7 @@ class Plans(Protocol):
         ...
 
 
-class Runner(Protocol):
+class StepLauncher(Protocol):
     """Runs steps, one after another, in the order of their launches."""
 
     begins: Callable[[str], object]

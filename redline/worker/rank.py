@@ -28,9 +28,9 @@ from redline.run.runner import Pending, Runner
 from redline.worker.config import RankConfig
 from redline.worker.drawn import Comparison
 from redline.worker.engine import load_model, make_runner, pick_device
-from redline.worker.loop import one_line
 from redline.worker.rank_memory import FollowedMemory
 from redline.worker.ranks import BEAT_S, device_of, open_group
+from redline.worker.turn import one_line
 
 IDLE_S = 0.5  # seconds without a command after which it waits for the last step
 _log = logging.getLogger(__name__)

@@ -20,12 +20,13 @@ from redline.messages.job import JobId, Sampling
 from redline.messages.profile import Profile, Profiled, Span, spans_of
 from redline.model.k2.write import random_checkpoint
 from redline.run.runner import nobody
-from redline.scheduler.planner import PlanConfig, Planner
-from redline.worker import loop
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
+from redline.worker import profile
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 from redline.worker.loop import lead
-from redline.worker.profile import Profiling, Spans
+from redline.worker.profile import Profiles, Profiling, Spans
 from tests.clocks import FakeClock
 from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
@@ -45,7 +46,9 @@ class World:
         self.runner = Steady(32, CONFIG, clock, step_s=0.001)
         self.runner.begins = nobody
         with clock.installed():
-            lead(Planner(32, CONFIG, 400, hash_page), self.runner, Rests(clock, said, then), outbox)
+            planner = Planner(32, CONFIG, 400, hash_page)
+            profiles = Profiles(planner, self.runner, outbox, clock.ns)
+            lead(planner, self.runner, Rests(clock, said, then), outbox, [profiles])
         self.told = outbox.drain(wait=False)
 
     def profile(self, number: int) -> tuple[list[Span], Profiled]:
@@ -117,7 +120,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest
         asked.append(Profiling(*args))
         return asked[0]
 
-    monkeypatch.setattr(loop, "Profiling", profiling)
+    monkeypatch.setattr(profile, "Profiling", profiling)
     random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
     with Engine.open(write_tiny_tokenizer(tmp_path), EngineConfig(device="cpu", kv_memory=20 << 20)) as engine:
         outbox = engine._outbox
