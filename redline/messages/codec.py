@@ -15,6 +15,7 @@ from redline.messages.handoff import (
 )
 from redline.messages.job import Abort, Job
 from redline.messages.machines import Listening, Machine, Orders, Refused
+from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import (
     Cached,
     Failed,
@@ -42,6 +43,7 @@ Wire = (
     | Listening | Machine | Orders | Refused
     | Replicas | Roster | Use | Ask | Told | Drain
     | Profile | Profiled
+    | ImageWanted | ImageData
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

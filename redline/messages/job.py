@@ -56,7 +56,10 @@ class MediaSpan(Record, frozen=True):
 
     start: int
     tokens: int
-    hash: bytes
+    hash: bytes  # of the image's patches and their grid
+    frames: int = 1
+    rows: int = 0  # of patches
+    columns: int = 0
 
 
 class PagesFrom(Record, frozen=True):

@@ -28,6 +28,7 @@ class Ready(Message, frozen=True):
     ops_per_s: float = 0.0  # matrix multiplication rate of its device, measured at the start
     experts_of: int = 0  # routed experts per layer; 0: not a mixture of experts
     experts_chosen: int = 0  # routed experts per token
+    image_tokens: int = 0  # of the images of one prompt, at most; 0: the model reads no images
 
 
 class TakeRole(Message, frozen=True):

@@ -10,6 +10,22 @@ from redline.messages.base import Message, Record
 from redline.messages.job import PageId, Sampling
 
 
+class Features(Record, frozen=True):
+    """Prompt positions from `start` on are an image: their embeddings are these rows of the feature table."""
+
+    start: int
+    rows: tuple[int, ...]
+
+
+class Encode(Record, frozen=True):
+    """Blocks [start, start + count) of the vision encoder run for an image before the step's rows."""
+
+    hash: bytes  # of the `ImageData`
+    start: int  # 0: the image enters the encoder
+    count: int
+    rows: tuple[int, ...] = ()  # of the last blocks: where in the feature table the result is stored
+
+
 class Begin(Record, frozen=True):
     """A job takes a slot, for the first time or again after a preemption."""
 
@@ -25,6 +41,7 @@ class Begin(Record, frozen=True):
     # Number of positions in `pages`; None: the pages are full. Otherwise the prompt was computed by another worker: its
     # last page may be partly filled, and another page may follow for the answer.
     computed: int | None = None
+    features: tuple[Features, ...] = ()  # of the images in the prompt that `pages` do not cover
 
 
 class Row(Record, frozen=True):
@@ -80,6 +97,7 @@ class Step(Message, frozen=True):
     shape: Shape | None = None
     # Digest of rank 0, over steps that it has read; the other ranks compare it with their own.
     drawn: Drawn | None = None
+    encodes: tuple[Encode, ...] = ()  # run before the rows; a step may have nothing else
 
 
 class TokenLogprobs(Record, frozen=True):
@@ -124,6 +142,8 @@ class StepResult(Record, frozen=True):
     replayed: bool = False  # the decode rows were replayed as a CUDA graph; otherwise they ran eagerly
     # Draft tokens made by the learned drafter, for each row that it drafted for. None: all that were requested.
     drafted: tuple[int, ...] | None = None
+    failed: bool = False  # the step raised an error, which each of its rows has
+    encode_s: float | None = None  # time of the step's `encodes`, or of those of an earlier step; None: unknown
 
 
 class Place(Message, frozen=True):

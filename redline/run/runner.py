@@ -29,6 +29,7 @@ from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.group import START_S, STEP_S, Group, meet
 from redline.kernels.hopper.faults import is_device_error
 from redline.messages.job import Grammar, Sampling
+from redline.messages.media import ImageData
 from redline.messages.step import Begin, CapturedShapes, RowResult, Step, StepResult, TokenLogprobs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
@@ -43,6 +44,7 @@ from redline.run.kv import KvPool
 from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slot, Slots, Span
+from redline.run.vision import VisionEncoder
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -150,6 +152,7 @@ class Runner:
         rates: Sequence[float] = (),
         captured: bool | None = None,
         tokens: "Callable[[], LLTokenizer] | None" = None,
+        vision: VisionEncoder | None = None,
     ) -> None:
         """slots    number of jobs that run at once
         drafts   draft tokens per row, at most
@@ -157,11 +160,13 @@ class Runner:
                  tokens
         captured whether decode steps are captured in CUDA graphs, and a thread runs all steps; None: on a GPU only
         tokens   makes the vocabulary that grammars are compiled with; None: jobs with a grammar fail
+        vision   encodes images; None: the model reads none
 
         Re-raises errors of the capture, and raises ConfigError if the machine has too little memory for the pages.
         """
         self.model = model
         self.drafter = drafter
+        self._vision = vision
         self.kv = KvPool(model, layout, drafter)
         recorded = model.device.type == "cuda" if captured is None else captured
         # Captured steps find suffix matches on the device. The eager steps of such a runner find none.
@@ -171,7 +176,13 @@ class Runner:
         self._matchers = None if tokens is None or rates else Matchers(tokens, vocabulary, pinned=on_gpu)
         self._held: dict[int, object] = {}  # grammars that rank 0 may need, on a rank that follows rank 0
         self.slots = Slots(
-            slots, layout.max_model_len, vocabulary, model.device, suffix=of_host, matchers=self._matchers
+            slots,
+            layout.max_model_len,
+            vocabulary,
+            model.device,
+            suffix=of_host,
+            matchers=self._matchers,
+            image_token=0 if vision is None else vision.tower.config.token,
         )
         self._rates = rates
         self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded or bool(rates))
@@ -260,6 +271,18 @@ class Runner:
         for number in numbers:
             self._held.pop(number, None)
 
+    def put_image(self, image: ImageData) -> None:
+        """Takes the pixels of an image that later steps encode. Any thread may call it."""
+        assert self._vision is not None, "the model reads no images"
+        self._vision.put(image)
+
+    def _encode(self, step: Step) -> float | None:
+        if not step.encodes:
+            return None
+        assert self._vision is not None, "the model reads no images"
+        self.begins("encode")
+        return self._vision.run(step.encodes)
+
     def hurry(self) -> None:
         """Waits until every rank is ready for steps; from then on the timeout for a rank is short (STEP_S).
 
@@ -341,11 +364,15 @@ class Runner:
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
+            encode_s = self._encode(step)
             for begin in step.begins:
                 self._begin(begin)
         except Exception as error:
             self._fail(step, error)
             raise
+        if step.encodes:
+            launched = self._launch(msgspec.structs.replace(step, begins=(), encodes=()), captured, marks)
+            return lambda: msgspec.structs.replace(launched(), encode_s=encode_s)
         step = msgspec.structs.replace(step, begins=()) if step.begins else step
         prompts = tuple(row for row in step.rows if row.start is not None)
         decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
@@ -420,6 +447,7 @@ class Runner:
         self.drafting.drafted = ()
         if self._captured is not None:
             self._captured.catch_up()
+        encode_s = self._encode(step)
         for begin in step.begins:
             self._begin(begin)
         results: list[RowResult] = []
@@ -436,7 +464,7 @@ class Runner:
         if spans:
             for place, result in zip(places, self._compute(spans), strict=True):
                 results[place] = result
-        return StepResult(number=step.number, rows=tuple(results), drafted=self.drafting.drafted)
+        return StepResult(number=step.number, rows=tuple(results), drafted=self.drafting.drafted, encode_s=encode_s)
 
     def _begin(self, begin: Begin) -> None:
         try:
@@ -578,7 +606,7 @@ class Runner:
 
     def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
         slot, tokens = self.slots.at[number], self.slots.tokens[number]
-        prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
+        prompt, generated = self.slots.known(number, 0, slot.prompt), tokens[slot.prompt : position]
         sampling = slot.choosing
         if slot.matcher is not None and sampling.grammar is not None:
             masks_NW = slot.matcher.masks(drafts.tokens)[: len(logits_NV)]
@@ -597,7 +625,9 @@ class Runner:
         # The slot's tensor holds the drafts after its tokens.
         generated = tokens[slot.prompt : position + held]
         logits_V = out.logits()[first + held]
-        token = sample_token(logits_V, slot.sampling, tokens[: slot.prompt], generated, position + held)
+        token = sample_token(
+            logits_V, slot.sampling, self.slots.known(number, 0, slot.prompt), generated, position + held
+        )
         return Verified([*drafts[:held], token], held)
 
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
@@ -616,7 +646,7 @@ class Runner:
         asked, count = slot.sampling.prompt_logprobs, min(span.end, slot.prompt - 1) - span.start
         if asked is None or count <= 0:
             return ()
-        tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count]
+        tokens = self.slots.known(span.slot, span.start + 1, span.start + 1 + count)
         return tuple(
             logprobs_of(row_V, token, asked)
             for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)

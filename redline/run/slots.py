@@ -95,6 +95,7 @@ class Slot:
     again: tuple[int, ...] = ()  # generated tokens that the matcher advances over while rows recompute them
     # the drafter's row of the next position is still missing; its feature is in the tails of the previous page
     behind: bool = False
+    features: bool = False  # some positions of the prompt are rows of the feature table
     unmasked: Sampling | None = None  # the sampling parameters without the grammar, if the job has one
     error: str | None = None  # why the job cannot continue: its rows must not run
     told: bool = False  # the device has the slot's length and limit, and is ahead of this copy (captured.py)
@@ -119,12 +120,14 @@ class Slots:
         *,
         suffix: bool = False,
         matchers: Matchers | None = None,
+        image_token: int = 0,
     ) -> None:
         """slots: number of slots; the last row of each tensor is a spare that belongs to no slot (`SharedState`).
 
         suffix: whether slots keep the data for suffix matching. matchers: compiles the grammars of jobs; None: jobs
-        with a grammar fail.
+        with a grammar fail. image_token: the id that a prompt has at the positions of an image.
         """
+        self._image_token = image_token
         self._vocabulary = vocabulary
         self._matchers = matchers
         self._suffix = suffix
@@ -178,9 +181,19 @@ class Slots:
                 slot.again, followed = (answer, ()) if rows_follow else ((), answer)
                 slot.matcher = self._matchers.begin(grammar, followed, least=least, stop_ids=begin.sampling.stop_ids)
                 slot.unmasked = msgspec.structs.replace(slot.sampling, grammar=None)
+        for features in begin.features:
+            end = features.start + len(features.rows)
+            ids = torch.tensor(features.rows, device=self.tokens.device) + self._vocabulary
+            self.tokens[number, features.start : end] = ids
+        slot.features = bool(begin.features)
         self.add_pages(number, begin.pages)
         slot.pages = len(begin.pages)
         self.at[number] = slot
+
+    def known(self, number: int, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop) of a slot as ids of the vocabulary; positions of an image have the image token."""
+        ids = self.tokens[number, start:stop]
+        return ids.where(ids < self._vocabulary, self._image_token) if self.at[number].features else ids
 
     def add_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Appends page ids to a slot's table."""

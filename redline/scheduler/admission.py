@@ -2,7 +2,7 @@
 
 The order of waiting jobs is decided in `queue`. A job starts when a slot is free and there are pages for all known
 tokens that it has to compute, plus one page for each running job, so that it is not preempted at once. A job whose
-grammar is not compiled yet does not start.
+grammar is not compiled, or whose images are not encoded, does not start.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +54,9 @@ class Admission:
         id."""
         assert job.id not in self._table.jobs, f"job {job.id} is submitted twice"
         reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pages.pool.total)
+        if reason is None and job.media:
+            features = self._table.features
+            reason = "the model reads no images" if features is None else features.refusal(job.media)
         if reason is not None:
             return error_delta(job.id, reason, "refused")
         waiting = self._table.queued
@@ -71,24 +74,29 @@ class Admission:
         return active
 
     def wait(self, job: ActiveJob) -> None:
-        """Queue a job, or let it wait for its grammar."""
-        job.work = job.known - PAGE_TOKENS * len(self._pages.cache.match(job.hashes[: job.usable]))
-        if job.is_compiled:
+        """Queue a job, or let it wait for its grammar and its images."""
+        cached = PAGE_TOKENS * len(self._pages.cache.match(job.hashes[: job.usable]))
+        job.work = job.known - cached
+        if self._table.has_features(job, cached) and job.is_compiled:
             self._table.waiting.add(job)
         else:
             self._table.compiling[job.job.id] = job
 
     def take_compiled(self) -> None:
-        """Queue the jobs with a grammar that is compiled by now."""
-        for job in [job for job in self._table.compiling.values() if job.is_compiled]:
-            del self._table.compiling[job.job.id]
-            self._table.waiting.add(job)
+        """Queue the jobs whose grammar is compiled and whose images are encoded by now."""
+        for job in list(self._table.compiling.values()):
+            cached = PAGE_TOKENS * len(self._pages.cache.match(job.hashes[: job.usable])) if job.job.media else 0
+            if job.is_compiled and self._table.has_features(job, cached):
+                del self._table.compiling[job.job.id]
+                self._table.waiting.add(job)
 
     def admit(self, job: ActiveJob) -> Begin | None:
         """Give a waiting job slot and pages; None if there is no room, or if waiting pays."""
         matched = self._pages.match(job)
         if self._is_coming(job, len(matched)):
             return None
+        if not self._table.has_features(job, PAGE_TOKENS * len(matched)):
+            return None  # pages with its images were evicted since it was queued
         if not self.give_pages(job, matched):
             return None
         if not job.counted:
@@ -109,6 +117,7 @@ class Admission:
             sampling=job.job.sampling,
             limit=job.limit + job.lends,  # the drafter's row of the first token is transferred to the other worker
             drafting=job.drafting,
+            features=self._table.features.features(job) if self._table.features is not None else (),
         )
 
     def begin_landed(self, decoding: list[ActiveJob]) -> list[Begin]:

@@ -14,6 +14,7 @@ from redline.messages.delta import Finish
 from redline.messages.job import PAGE_TOKENS, JobId, PageId
 from redline.messages.step import Step
 from redline.scheduler.active import ActiveJob, Computed, pages_for
+from redline.scheduler.features import FeatureCache
 from redline.scheduler.job_pages import JobPages
 from redline.scheduler.pages import Holder
 from redline.scheduler.queue import Queue
@@ -29,11 +30,11 @@ class PlannedStep(NamedTuple):
 class JobTable:
     """Moves jobs between their states.
 
-    jobs: all that have not ended. waiting: the queue. compiling: jobs that wait for their grammar to be compiled before
-    they are queued. running: in the order in which they first started. arriving: jobs that wait for pages from a
-    prefill worker or an offload tier. landed: jobs with a complete KV transfer that wait for a slot. lent: by ended
-    prefill job, the pages that still have to be transferred. draining: ended jobs with steps in flight; they still hold
-    slot and pages. flights: in the order of their launches.
+    jobs: all that have not ended. waiting: the queue. compiling: jobs that wait for their grammar to be compiled, or
+    for their images to be encoded, before they are queued. running: in the order in which they first started. arriving:
+    jobs that wait for pages from a prefill worker or an offload tier. landed: jobs with a complete KV transfer that
+    wait for a slot. lent: by ended prefill job, the pages that still have to be transferred. draining: ended jobs with
+    steps in flight; they still hold slot and pages. flights: in the order of their launches.
     """
 
     def __init__(self, slots: int, pages: JobPages, clock: Callable[[], float] | None) -> None:
@@ -47,6 +48,7 @@ class JobTable:
         self.lent: dict[JobId, Computed] = {}
         self.draining: set[ActiveJob] = set()
         self.flights: deque[PlannedStep] = deque()
+        self.features: FeatureCache | None = None  # None: the model reads no images
         self.free_slots = list(reversed(range(slots)))
         self._slots = slots
         self._pages = pages
@@ -57,6 +59,11 @@ class JobTable:
     def queued(self) -> int:
         """Number of jobs without a slot."""
         return len(self.waiting) + len(self.compiling) + len(self.arriving) + len(self.landed)
+
+    def has_features(self, job: ActiveJob, start: int) -> bool:
+        """Whether a job's images that end after position `start` are encoded; takes them for the job if there is room
+        (`FeatureCache.acquire`)."""
+        return self.features is None or not job.job.media or self.features.acquire(job, start)
 
     def start(self, job: ActiveJob) -> int:
         """Give a job, which has its pages, a free slot, and add it to the running jobs, after those that first started
@@ -92,6 +99,8 @@ class JobTable:
         job.finish = finish
         job.compiled = None
         del self.jobs[job.job.id]
+        if self.features is not None:
+            self.features.release(job)
         if job.lends and finish in ("stop", "length"):
             lent = job.progress()._replace(pages=tuple(job.pages[: pages_for(job.prompt)]))
             self.lent[job.job.id] = lent
@@ -133,6 +142,8 @@ class JobTable:
             }
         )
         yield from self._pages.cache.checks()
+        if self.features is not None:
+            self.features.check(self.jobs)
         slots = sorted([*self.free_slots, *(job.slot for job in holding if job.slot is not None)])
         assert slots == list(range(self._slots)), f"slots {slots} are free or taken"
         flights = [job for flight in self.flights for job in flight.jobs]

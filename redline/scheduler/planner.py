@@ -20,6 +20,7 @@ from redline.policy.floor import StepFloor
 from redline.scheduler.admission import Admission, Hold, error_delta
 from redline.scheduler.config import PlanConfig
 from redline.scheduler.counters import PlanCounters
+from redline.scheduler.features import FeatureCache
 from redline.scheduler.job_pages import HashPage, JobPages
 from redline.scheduler.job_table import JobTable
 from redline.scheduler.prefill_budget import Forecast, PrefillBudget
@@ -87,6 +88,10 @@ class Planner:
     def compile_with(self, hold: Hold) -> None:
         """From now on a job is scheduled only when its grammar is compiled. It keeps the grammar until it ends."""
         self._admission.hold = hold
+
+    def encode_with(self, features: FeatureCache) -> None:
+        """From now on jobs may have images, which are encoded between the rows of steps."""
+        self._table.features = features
 
     @property
     def compiling(self) -> bool:
@@ -156,7 +161,8 @@ class Planner:
         if step is None:
             # These may hold the missing pages, or wait for their grammars.
             elsewhere = table.arriving or table.lent or self.transfers.fetches or table.compiling or table.landed
-            assert table.flights or elsewhere or not table.jobs, (
+            encoding = table.features is not None and table.features.busy
+            assert table.flights or elsewhere or encoding or not table.jobs, (
                 f"{len(table.jobs)} jobs, none of which can be scheduled"
             )
         return step
@@ -174,7 +180,9 @@ class Planner:
         self._counters.settled(step, result)
         preempted = self._builder.notes()
         deltas, delivered = self._settler.settle(flight, result, seconds)
-        if seconds is not None:
+        if step.encodes and self._table.features is not None:
+            self._table.features.settle(step, result, failed=result.failed)
+        if seconds is not None and not step.encodes:  # the time of the encoder would spoil the model of step times
             self._beside.spent_s += seconds
             self._speculation.took(step, result, seconds)
             self._timed.took(step, flight.jobs, result, seconds, delivered)

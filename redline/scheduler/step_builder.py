@@ -124,12 +124,13 @@ class StepBuilder:
             budget -= parts[-1].positions
         self._admitting = self._admitting and bool(self._table.waiting and self._table.free_slots)
         self._beside.left(budget)
-        if not parts:
+        encodes = self._table.features.next() if self._table.features is not None else ()
+        if not parts and not encodes:
             return None
         self._counters.planned += 1
         rows = self._rows(parts)
         shape = self._shape(parts[: len(decoding)])
-        step = Step(number=self._counters.planned, begins=tuple(begins), rows=rows, shape=shape)
+        step = Step(number=self._counters.planned, begins=tuple(begins), rows=rows, shape=shape, encodes=encodes)
         self._table.flights.append(PlannedStep(step, [part.job for part in parts]))
         return step
 

@@ -12,6 +12,7 @@ from redline.messages.channel import Outbox, SocketOutbox
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
+from redline.messages.media import ImageWanted
 from redline.messages.news import Load, Ready
 from redline.messages.replicas import Replica
 
@@ -37,13 +38,13 @@ class DeltaRouter:
         return iter(self._outboxes.items())
 
     def put(self, message: Wire) -> None:
-        """Send a delta to the sender of its job, if it is still connected, and any other message to all receivers.
-        Raises MessageTooLarge."""
-        if isinstance(message, Delta):
+        """Send a delta, or a request for an image, to the sender of its job, if it is still connected, and any other
+        message to all receivers. Raises MessageTooLarge."""
+        if isinstance(message, Delta | ImageWanted):
             replica = self._of.get(message.job, STARTER)
             if replica in self._outboxes:
                 self._outboxes[replica].put(message)
-            if message.finish is not None:
+            if isinstance(message, Delta) and message.finish is not None:
                 self._of.pop(message.job, None)
             return
         if isinstance(message, Ready):

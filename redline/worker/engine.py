@@ -28,9 +28,11 @@ from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
+from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
 from redline.messages.job import Abort, Job, JobId
+from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
@@ -39,6 +41,9 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
+from redline.model.vision.config import VisionConfig
+from redline.model.vision.load import load_tower, vision_config
+from redline.model.vision.tower import VisionTower
 from redline.policy.floor import StepFloor
 from redline.policy.forecast import StepForecast
 from redline.run.fit import Layout, Sizes, fit, in_steps
@@ -47,10 +52,13 @@ from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
+from redline.run.vision import VisionEncoder
 from redline.scheduler.config import PlanConfig
+from redline.scheduler.features import FeatureCache
 from redline.scheduler.planner import Planner
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
+from redline.worker.delta_router import DeltaRouter
 from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager
@@ -64,12 +72,14 @@ from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
 from redline.worker.transfer_paths import Carrier, open_ways
 from redline.worker.turn import one_line
+from redline.worker.vision import VisionService
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk
 # reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/kv_transfer.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 _log = logging.getLogger(__name__)
+IMAGE_TOKENS = 16_384  # rows of the feature table: four images of 4,096 tokens
 OUTSTANDING = 512  # most jobs of one `generate` that are submitted at a time; the planner's queue is bounded
 
 
@@ -82,6 +92,8 @@ class Loaded(NamedTuple):
     drafter: Eagle3 | None = None  # the drafter of the config's `Learned` speculation, prepared for the model
     tokenizer: Callable[[], Tokenizer] | None = None  # opens the checkpoint's tokenizer; None disables grammars
     step_tokens: int | None = None  # default number of tokens of a step, chosen by the free memory
+    vision: VisionTower | None = None  # None: the model reads no images
+    rules: ImageRules | None = None  # of the preprocessor; None: the model reads no images
 
 
 class EngineCore:
@@ -124,6 +136,11 @@ class EngineCore:
         if plan.step_ms is not None:
             self.planner.foresee(StepForecast(*_experts(model.config)))
         self.planner.compile_with(self.runner.hold)
+        self.features: FeatureCache | None = None
+        if loaded.vision is not None:
+            sizes = loaded.vision.config
+            self.features = FeatureCache(len(loaded.model.feature_table), sizes.layers, sizes.operations)
+            self.planner.encode_with(self.features)
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
@@ -199,6 +216,7 @@ class EngineCore:
             experts_of=experts_of,
             experts_chosen=experts_chosen,
             step_ms=self._step_ms,
+            image_tokens=0 if self.features is None else self.features.rows,
             read_bytes_per_s=self._floor.bytes_per_s if self._floor is not None else 0.0,
             ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,
         )
@@ -245,7 +263,10 @@ class EngineCore:
 
         Raises WorkerLost if no further step should be tried.
         """
-        own = [service for service in (self.trace, self.tiers) if service is not None]
+        own: list[Service] = [service for service in (self.trace, self.tiers) if service is not None]
+        outbox = outbox if isinstance(outbox, DeltaRouter) else DeltaRouter(outbox)
+        if self.features is not None:
+            own.append(VisionService(self.features, self.runner, outbox))
         profiles = Profiles(self.planner, self.runner, outbox, clock.monotonic_ns)
         try:
             with torch.inference_mode():
@@ -272,6 +293,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.style = style
         self.fingerprint = engine.fingerprint
+        self.images: dict[bytes, ImageData] = {}  # of the jobs to come, by hash
         self._inbox = MemoryChannel()
         self._outbox = MemoryChannel()
         self._lost = "the engine is closed"  # the reason why the loop has ended
@@ -345,6 +367,9 @@ class Engine:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
                 if not messages and not self._loop.is_alive():
                     raise WorkerLost(self._lost)
+                for message in messages:
+                    if isinstance(message, ImageWanted) and message.job in running:
+                        self._inbox.put(self.images[message.hash])
                 new = [message for message in messages if isinstance(message, Delta) and message.job in running]
             for delta in new:
                 if delta.finish is not None:
@@ -422,6 +447,9 @@ def load_model(
         drafter = Eagle3.open(speculation.drafter, geometry)
         if why_not(geometry, device) is None:
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
+    vision = vision_config(folder, geometry.hidden_size) if checkpoint is not None else None
+    if vision is not None:
+        aside += vision_bytes(vision, device)
     if device.type == "cpu":
         free //= group.ranks  # all ranks share the host's memory
     elif config.host_memory is not None or config.disk is not None:
@@ -451,6 +479,10 @@ def load_model(
         if progress is not None:
             checkpoint.progress = _counted(progress, checkpoint.bytes)
         model, fingerprint = load(checkpoint, device, group), checkpoint.fingerprint
+    tower = None
+    if vision is not None and checkpoint is not None:
+        tower = load_tower(checkpoint, vision, device)
+        model.add_features(IMAGE_TOKENS)
     if drafter is not None:
         assert isinstance(speculation, Learned), "only `Learned` speculation names a drafter"
         drafter.prepare(model, speculation.head_bits)
@@ -462,7 +494,16 @@ def load_model(
         drafter,
         lambda: Tokenizer.open(Path(folder)),
         sizes.step_tokens,
+        tower,
+        None if tower is None else ImageRules.of(folder),
     )
+
+
+def vision_bytes(config: VisionConfig, device: torch.device) -> int:
+    """Bytes on the device for the vision tower, the feature table, and the activations of one image."""
+    size = 4 if device.type == "cpu" else 2
+    activations = 4 * IMAGE_TOKENS * (2 * config.hidden + config.intermediate)  # IMAGE_TOKENS patches, float32
+    return size * config.parameters + 2 * IMAGE_TOKENS * config.text_hidden + activations
 
 
 def _counted(progress: Callable[[int, int], object], whole: int) -> Callable[[int], object]:
@@ -489,12 +530,15 @@ def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfi
             suffix = True
         case None:
             suffix = False
-    size = loaded.model.config.vocab_size
+    size, encoder = loaded.model.config.vocab_size, None
+    if loaded.vision is not None and loaded.rules is not None:
+        encoder = VisionEncoder(loaded.vision, loaded.model, loaded.rules.image_mean, loaded.rules.image_std)
     return make(
         *(loaded.model, loaded.layout, config.max_running, loaded.drafter),
         suffix=suffix,
         drafts=config.draft_tokens,
         rates=config.synthetic_rates(),
+        vision=encoder,
         tokens=None if tokenizer is None else lambda: grammar_tokens(tokenizer(), size),
     )
 

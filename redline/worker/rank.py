@@ -20,6 +20,7 @@ from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.messages.channel import SocketInbox
+from redline.messages.media import ImageData
 from redline.messages.news import Stop
 from redline.messages.ranks import Export, Grow, Scatter
 from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
@@ -117,6 +118,8 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
                     memory.grow(command)
                 case Compile():
                     runner.compile(command.number, command.text, memory.has_compiled)
+                case ImageData():
+                    runner.put_image(command)
                 case Forget():
                     runner.forget(command.numbers)
                 case RecordMore():

@@ -37,6 +37,7 @@ from redline.messages.channel import SocketOutbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.handoff import Piece
 from redline.messages.job import Grammar, PageId
+from redline.messages.media import ImageData
 from redline.messages.news import Stop
 from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step, StepResult
 from redline.model.k2.config import K2Config
@@ -382,6 +383,11 @@ class LeadingRunner(Runner):
         self._tell_forgotten()
         memory = self._ranks.memory
         return lambda: compiled.done() and memory.compiled(number)
+
+    def put_image(self, image: ImageData) -> None:
+        """As `Runner.put_image`, on every rank."""
+        self._ranks.tell(image)
+        super().put_image(image)
 
     def _tell_forgotten(self) -> None:
         """Makes the other ranks free the grammars that this rank has freed; they keep all others, because a job may

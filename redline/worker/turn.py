@@ -125,4 +125,4 @@ def wait(in_flight: StepInFlight) -> EndedStep:
         _log.error("step %d %s: %s", in_flight.step.number, what, one_line(error))
         _log.info("step %d %s", in_flight.step.number, what, exc_info=error)
         rows = (RowResult(error=f"the step {what}: {error}"),) * len(in_flight.step.rows)
-        return EndedStep(StepResult(number=in_flight.step.number, rows=rows), clock.monotonic(), error)
+        return EndedStep(StepResult(number=in_flight.step.number, rows=rows, failed=True), clock.monotonic(), error)

@@ -59,6 +59,21 @@ class K2:
         self.dtype = self._weights.dtype  # of activations
         self._inv_freq = config.inv_freq().to(self.device)
 
+    def add_features(self, rows: int) -> None:
+        """Appends `rows` rows to the embedding: the feature table, for embeddings that are not of the vocabulary. Must
+        be called before a drafter is prepared."""
+        vocabulary, width = self.embedding_VD.shape
+        assert vocabulary == self.config.vocab_size, "the model has a feature table already"
+        embedding = self.embedding_VD.new_zeros(vocabulary + rows, width)
+        embedding[:vocabulary] = self.embedding_VD
+        self.embedding_VD = embedding
+        self._weights = replace(self._weights, embedding_VD=embedding)
+
+    @property
+    def feature_table(self) -> Tensor:
+        """Rows of the embedding [rows, D] behind the vocabulary: token id `vocab_size + r` reads row r."""
+        return self.embedding_VD[self.config.vocab_size :]
+
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The layers' weights for the references and the CPU kernels; empty in the GPU's own model."""

@@ -36,6 +36,7 @@ class VisionConfig:
     heads: int
     intermediate: int
     text_hidden: int  # width of the text model's embeddings
+    token: int  # the id that a prompt has at each position of an image
     projector_eps: float
 
     @classmethod
@@ -67,6 +68,7 @@ class VisionConfig:
             heads=heads,
             intermediate=vision.integer("vt_intermediate_size"),
             text_hidden=text_hidden,
+            token=top.integer("media_placeholder_token_id", least=0),
             projector_eps=vision.number("projector_ln_eps", default=1e-5),
         )
 

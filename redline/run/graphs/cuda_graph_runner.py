@@ -522,7 +522,7 @@ class CudaGraphRunner:
                 row.slot,
                 1 + min(row.drafts, most),
                 row.propose if row.drafting else -1,
-                (SURE if row.drafting else SHORTEST) if suffix and row.propose else 0,
+                (SURE if row.drafting else SHORTEST) if suffix and row.propose and not at[row.slot].features else 0,
             )
             for row in rows
         ] or 0
@@ -569,7 +569,7 @@ class CudaGraphRunner:
         if self._way(number).penalties:
             tokens, counts = self._slots.tokens[number], wishes.counts[number]
             counts.zero_()
-            counts.index_fill_(0, tokens[: slot.prompt], IN_PROMPT)
+            counts.index_fill_(0, self._slots.known(number, 0, slot.prompt), IN_PROMPT)
             generated = tokens[slot.prompt : slot.length]
             counts.scatter_add_(0, generated, counts.new_ones(()).expand(generated.shape))
 

@@ -16,7 +16,7 @@ from redline.model.vision.load import load_tower, random_tensors, vision_config
 from redline.model.vision.tower import Grid, VisionTower
 
 TEXT = tiny_config()
-SIZES: dict[str, Any] = {"patch": 14, "rows": 8, "columns": 8, "frames": 4, "projector_eps": 1e-5}
+SIZES: dict[str, Any] = {"patch": 14, "rows": 8, "columns": 8, "frames": 4, "projector_eps": 1e-5, "token": 9}
 VISION = VisionConfig(**SIZES, hidden=32, layers=2, heads=2, intermediate=48, text_hidden=TEXT.hidden_size)
 CPU = torch.device("cpu")
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.model.vision.config import VisionConfig
 from redline.model.vision.tower import Grid, VisionTower
+from tests.model.vision.oracle import theirs
 
-KIMI: dict[str, Any] = {"patch": 14, "rows": 64, "columns": 64, "frames": 4, "projector_eps": 1e-5}
+KIMI: dict[str, Any] = {"patch": 14, "rows": 64, "columns": 64, "frames": 4, "projector_eps": 1e-5, "token": 9}
 SMALL = VisionConfig(**KIMI, hidden=144, layers=3, heads=2, intermediate=200, text_hidden=96)  # heads of 72, as Kimi's
 LIMIT = 1e-4  # relative error
 
@@ -30,54 +31,6 @@ def random_weights(config: VisionConfig, seed: int = 0) -> dict[str, Tensor]:
 
 def pixels(grid: Grid, seed: int = 1) -> Tensor:
     return torch.rand((grid.patches, 3, 14, 14), generator=torch.Generator().manual_seed(seed)) * 2 - 1
-
-
-def theirs(config: VisionConfig, weights: dict[str, Tensor]) -> tuple[Any, Any]:
-    """transformers' tower and projector. They rotate halves, not pairs, so rows of queries and keys are permuted."""
-    from transformers import DeepseekV3Config, Kimi_K25Config, Kimi_K25VisionConfig
-    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25MultimodalProjection, Kimi_K25VisionModel
-
-    vision = Kimi_K25VisionConfig(
-        hidden_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=config.intermediate,
-        rope_parameters={"rope_type": "axial", "rope_theta": 10000.0},
-    )
-    text = DeepseekV3Config(hidden_size=config.text_hidden)
-    whole = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=config.hidden)
-    tower, projector = Kimi_K25VisionModel(vision).eval(), Kimi_K25MultimodalProjection(whole).eval()
-    halves = torch.arange(config.head).view(-1, 2).t().flatten()
-    named: dict[str, Tensor] = {}
-    for name, values in weights.items():
-        if name.startswith("mm_projector"):
-            continue
-        name = name.removeprefix("vision_tower.").removeprefix("encoder.").replace("blocks.", "layers.")
-        for old, new in (
-            ("norm0", "norm1_"),
-            ("norm1.", "norm2."),
-            ("norm1_", "norm1"),
-            ("fc1", "fc2"),
-            ("fc0", "fc1"),
-        ):
-            name = name.replace(old, new)
-        if ".wqkv." in name:
-            for part, rows in zip("qkv", values.chunk(3), strict=True):
-                if part != "v":
-                    rows = rows.view(config.heads, config.head, *rows.shape[1:])[:, halves].reshape(rows.shape)
-                named[name.replace("wqkv", f"attn.{part}_proj")] = rows
-        else:
-            name = name.replace(".wo.", ".attn.proj.").replace("pos_emb.weight", "pos_emb.position_embeddings")
-            named[name] = values
-    tower.load_state_dict(named)
-    projector.load_state_dict(
-        {
-            name.removeprefix("mm_projector.").replace("proj.0", "in_proj").replace("proj.2", "out_proj"): values
-            for name, values in weights.items()
-            if name.startswith("mm_projector")
-        }
-    )
-    return tower, projector
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +94,7 @@ def test_parameters_and_operations_are_those_of_the_model_card():
 
 
 def test_a_config_is_read_as_it_is_written_and_other_towers_are_refused_by_key():
-    written = {"vision_config": SMALL.to_dict()}
+    written = {"vision_config": SMALL.to_dict(), "media_placeholder_token_id": 9}
     assert VisionConfig.from_dict(written, SMALL.text_hidden) == SMALL
     assert VisionConfig.from_dict({}, 64) is None
     for key, value in (
@@ -151,7 +104,7 @@ def test_a_config_is_read_as_it_is_written_and_other_towers_are_refused_by_key()
         ("patch_size", "x"),
     ):
         with pytest.raises(CheckpointError, match=key):
-            VisionConfig.from_dict({"vision_config": SMALL.to_dict() | {key: value}}, SMALL.text_hidden)
+            VisionConfig.from_dict(written | {"vision_config": SMALL.to_dict() | {key: value}}, SMALL.text_hidden)
 
 
 def test_a_missing_or_misshapen_tensor_is_named(weights: dict[str, Tensor]):
