@@ -54,10 +54,10 @@ async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     told = [(e["name"], e["args"].get("status"), e["args"].get("ended")) for e in slices]
     assert told == [("GET /live", 200, True), ("read", None, None), ("GET /health", None, False)]
-    assert (passages.watchers, gateway.profiling) == ([], None)
+    assert (passages.watchers, gateway.monitor.recorder) == ([], None)
     cut = asyncio.create_task(profiler.take(30))
     await turns()
     cut.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cut
-    assert (passages.watchers, gateway.profiling) == ([], None)
+    assert (passages.watchers, gateway.monitor.recorder) == ([], None)

@@ -10,8 +10,8 @@ from redline.cli.explain import show
 from redline.messages.channel import MemoryChannel
 from redline.messages.delta import Brought, Delta, Drafted, Preempted, Resumed
 from redline.messages.job import JobId
-from redline.router.choose import Candidate, predict
-from redline.router.pace import Pace
+from redline.router.latency_model import LatencyModel
+from redline.router.placement import PlacementCandidate, predict
 from redline.router.preemption_forecast import GoesOn
 from redline.router.worker_registry import Route, WorkerHandle
 from tests.clocks import FakeClock
@@ -19,7 +19,9 @@ from tests.clocks import FakeClock
 
 def begun() -> RequestTrace:
     one = RequestTrace(0, 100, 1.0)
-    here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
+    here, there = predict(
+        100, [PlacementCandidate("a", 64, 0, 1, 999), PlacementCandidate("b", 0, 0, 0, 999)], LatencyModel()
+    )
     one.goes(Route(WorkerHandle("a", MemoryChannel()), None, here, (there,)), "")
     return one
 
