@@ -38,7 +38,7 @@ async def refused(profiler: Profiler, seconds: float) -> int:
 
 
 async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock):
-    gateway, passages = SimpleNamespace(profiling=None, links=[]), Passages()
+    gateway, passages = SimpleNamespace(monitor=SimpleNamespace(recorder=None), workers=[]), Passages()
     profiler = Profiler(cast(Any, gateway), passages)
     assert [await refused(profiler, seconds) for seconds in (0.0, 60.5, float("nan"))] == [400] * 3
     first = asyncio.create_task(profiler.take(5))

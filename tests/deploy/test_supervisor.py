@@ -70,7 +70,7 @@ class Crew:
     """A supervisor of workers that load until the test makes them ready or ends them."""
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
-        self.supervisor = Supervisor(config, gateway, sockets)
+        self.supervisor = Supervisor(config, gateway.monitor, sockets)
         self.stop = asyncio.Event()
         self._gateway = gateway
         self._started: dict[str, Alive] = {}
@@ -234,7 +234,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
     monkeypatch.setattr(supervisor, "start_worker", start)
     monkeypatch.setattr(supervised_process, "AGAIN_S", 0.001)
     async with World(answer("a"), resume_s=5.0) as world:
-        one = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
+        one = Supervisor(ServeConfig(weights=""), world.gateway.monitor, tmp_path / "sockets")
         world.gateway.monitor.mark_down(world.link, "not used")
         why = await given_up(one)
         assert start.epochs == list(range(1, MOST_ENDS + 1))
@@ -251,7 +251,7 @@ async def test_a_worker_that_could_not_be_started_once_is_started_again(
     monkeypatch.setattr(supervisor, "start_worker", start)
     async with World(answer("a"), resume_s=5.0) as world:
         world.gateway.monitor.mark_down(world.link, "not used")
-        all_ = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
+        all_ = Supervisor(ServeConfig(weights=""), world.gateway.monitor, tmp_path / "sockets")
         all_._proven.set()
         one = all_.workers[0]
         life = asyncio.create_task(one.live())
@@ -269,7 +269,7 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
     config = ServeConfig(weights="", workers=(Workers(count=2, least=1),))
     async with World(answer("a"), resume_s=5.0) as world:
         world.gateway.monitor.mark_down(world.link, "not used")
-        all_ = Supervisor(config, world.gateway, tmp_path / "sockets")
+        all_ = Supervisor(config, world.gateway.monitor, tmp_path / "sockets")
         one = all_.workers[1]
         life = asyncio.create_task(one.live())
         await turns(20)

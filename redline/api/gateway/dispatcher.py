@@ -199,7 +199,7 @@ class Dispatcher:
             if (ttft_s := self._targets_of(job).ttft_s) < math.inf:
                 left_s = ttft_s - (job.sent_at - job.arrived_at)  # the job may have waited for a worker
                 message = msgspec.structs.replace(message, ttft_ms=1e3 * left_s)
-        job.trace.goes(route, job.requeue_reason)
+        job.trace.record_sent(route, job.requeue_reason)
         if route.prefill is None:
             route.worker.outbox.put(message)
             return

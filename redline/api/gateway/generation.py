@@ -7,6 +7,7 @@ arrival, and nothing follows the End of a choice.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import msgspec
@@ -49,18 +50,17 @@ class ChoiceDelta(msgspec.Struct, frozen=True, gc=False):
     elapsed_ms: float = 0.0  # from the request's start until the engine's tokens arrived, with `proposer`
 
 
+@dataclass(eq=False, slots=True)
 class ChoiceState:
     """What is decoded of one choice."""
 
-    __slots__ = ("calls", "decoded", "decoder", "ended", "opened", "unsent_ids")
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-        self.decoded = 0  # output tokens
-        self.opened = False  # a first ChoiceDelta was returned
-        self.ended = False  # its End was returned
-        self.calls: list[tuple[str, list[str]]] = []  # tool calls of the output: names, and pieces of their arguments
-        self.unsent_ids: list[int] = []  # token ids for the next ChoiceDelta, if requested
+    decoder: Decoder
+    decoded: int = 0  # output tokens
+    opened: bool = False  # a first ChoiceDelta was returned
+    ended: bool = False  # its End was returned
+    # Tool calls of the output: names, and pieces of their arguments.
+    calls: list[tuple[str, list[str]]] = field(default_factory=list[tuple[str, list[str]]])
+    unsent_ids: list[int] = field(default_factory=list[int])  # token ids for the next ChoiceDelta, if requested
 
 
 class Generation:

@@ -29,7 +29,7 @@ class JobMetrics:
 
     def received(self, job: JobState, delta: Delta, now: float) -> None:
         """A delta has arrived; its tokens are not in `job.output` yet."""
-        job.trace.comes(delta, now)
+        job.trace.record_delta(delta, now)
         if delta.queued_s is not None:
             job.queued_s = delta.queued_s
         if not (tokens := len(delta.tokens)):
@@ -45,7 +45,7 @@ class JobMetrics:
     def ended(self, job: JobState, finish: Finish, now: float) -> None:
         """A job has ended. finish: "aborted" if the client disconnected, else the reason that the client sees."""
         tokens = len(job.output)
-        job.trace.ends(finish, tokens, now)
+        job.trace.record_end(finish, tokens, now)
         job.record.ended = finish in ("stop", "length")
         if job.record.ended:
             self._pace.answered(job.sla, tokens)
@@ -69,12 +69,12 @@ class JobMetrics:
         for note in notes:
             if not isinstance(note, Preempted):
                 job.preempted = job.preempted and not isinstance(note, Resumed)
-                job.trace.notes(note, job.id)
+                job.trace.record_note(note, job.id)
                 continue
             job.preempted = True
             # A prefill worker's other prompts are not known here, and none of them is decoding.
             expected = goes_on(note, self._concurrent(job, worker) if prefill is None else (), self._pace)
-            job.trace.notes(note, job.id, expected, len(job.output))
+            job.trace.record_note(note, job.id, expected, len(job.output))
             log.info(
                 "job %s was preempted on %s after %d tokens, for a page of %s: all %d are in use; %d tokens to compute "
                 "again; predicted to continue in %.3f s, of which %.3f s until pages are free",

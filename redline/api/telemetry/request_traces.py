@@ -75,14 +75,14 @@ class RequestTrace(msgspec.Struct, gc=False):
     finish: Finish | None = None
     ended_s: float | None = None
 
-    def goes(self, route: Route, moved_because: str) -> None:
+    def record_sent(self, route: Route, moved_because: str) -> None:
         """The job is sent to a worker. moved_because: as in `Sent`."""
         instead = tuple(tuple(each) for each in route.instead)
         computes = (route.prefill or route.worker).name
         at_s = clock.perf_counter() - self.began
         self.sent += ((at_s, route.worker.name, computes, moved_because, tuple(route.expected), instead),)
 
-    def comes(self, delta: Delta, now: float) -> None:
+    def record_delta(self, delta: Delta, now: float) -> None:
         """A delta of the job has arrived."""
         if delta.proposed:
             self.rounds += 1
@@ -92,7 +92,7 @@ class RequestTrace(msgspec.Struct, gc=False):
             self.first_token_s, self.queued_s = now - self.began, delta.queued_s
             self.cached_tokens = delta.cached_tokens
 
-    def notes(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
+    def record_note(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
         """Apply a note of a worker. id: the worker's id of the job. expected: predicted resume of a preempted job.
         tokens: of its answer so far."""
         match note:
@@ -132,7 +132,7 @@ class RequestTrace(msgspec.Struct, gc=False):
             case Drafted():
                 self.drafted = (note.steps, note.seconds, note.predicted_s, note.without_s)
 
-    def ends(self, finish: Finish, tokens: int, now: float) -> None:
+    def record_end(self, finish: Finish, tokens: int, now: float) -> None:
         """The job has ended."""
         self.finish, self.tokens, self.ended_s = finish, tokens, now - self.began
 
