@@ -14,7 +14,7 @@ from redline.api.app import ErrorMiddleware, json_response
 from redline.api.auth.auth_state import AuthState
 from redline.api.config import ApiConfig
 from redline.api.errors import Refusal
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.metrics import Metrics
 from redline.api.telemetry.profile import Profiler
 from redline.api.telemetry.request_traces import MOST_JOBS
@@ -219,7 +219,7 @@ class _OneProcess:
 
     @property
     def _known(self) -> str:
-        return ", ".join(link.name for link in self._gateway.links)
+        return ", ".join(link.name for link in self._gateway.workers)
 
 
 def _unknown(name: str, known: str) -> Refusal:
@@ -228,12 +228,12 @@ def _unknown(name: str, known: str) -> Refusal:
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
     """Traces of the jobs of a request, as JSON; empty if the id is unknown."""
-    return [story.told() for story in gateway.stories.of(id)]
+    return [story.told() for story in gateway.traces.of(id)]
 
 
 def worker_of(links: WorkerRegistry, link: WorkerHandle) -> dict[str, Any]:
     """A worker's status in `links`, as JSON."""
-    turning_s = links.turning_s(link)
+    turning_s = links.switching_s(link)
     return {
         "role": link.role,
         "turning_s": None if turning_s is None else round(turning_s, 1),
@@ -242,7 +242,7 @@ def worker_of(links: WorkerRegistry, link: WorkerHandle) -> dict[str, Any]:
         "at": link.at,
         "ready": link.ready is not None,
         "lost": link.lost,
-        "lost_before": link.before,
+        "lost_before": link.previous_end,
         "draining": link.draining,
         "silent_s": round(links.silent_s(link), 1),
         "jobs": link.jobs,
@@ -252,20 +252,19 @@ def worker_of(links: WorkerRegistry, link: WorkerHandle) -> dict[str, Any]:
 
 def status_of(gateway: Gateway, edge: AuthState) -> dict[str, Any]:
     """The queue, the workers and the keys as seen by this process, as JSON."""
-    keyring, links = edge.keyring, gateway.links
-    jobs, tokens = gateway.waiting
+    keyring, links = edge.keyring, gateway.workers
     accounts = {} if keyring is None else keyring.accounts
     return {
         "ready": gateway.ready is not None and links.trouble is None and edge.draining is None,
         "draining": edge.draining,
         "trouble": links.lost or links.trouble,
         "queue": {
-            "jobs": jobs,
-            "tokens": tokens,
-            "tokens_per_s": round(gateway.served_per_s, 1),
-            "retry_s": round(gateway.retry_s, 1),
+            "jobs": gateway.requests.waiting,
+            "tokens": gateway.requests.waiting_tokens,
+            "tokens_per_s": round(gateway.admission.served_per_s, 1),
+            "retry_s": round(gateway.admission.retry_s, 1),
         },
-        "running": gateway.running,
+        "running": gateway.requests.running,
         "workers": {link.name: worker_of(links, link) for link in links},
         "sla": gateway.attainment.told(),
         "keys": {

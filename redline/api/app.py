@@ -29,11 +29,12 @@ from redline.api.anthropic.requests import read_count
 from redline.api.ask import Prompt
 from redline.api.auth.access import OPEN_PATHS, Headers, check_page, check_single, header
 from redline.api.auth.auth_state import AuthState
-from redline.api.auth.quota import CALLER, Account, Caller
+from redline.api.auth.quota import CALLER, Caller, KeyAccount
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.dialect import A, Dialect, EventStream, Reply
 from redline.api.errors import Answer, Refusal
-from redline.api.gateway import Gateway, Generation
+from redline.api.gateway.gateway import Gateway
+from redline.api.gateway.generation import Generation
 from redline.api.http.cors import Cors, check_origins
 from redline.api.http.stream_flusher import DIRECT
 from redline.api.http.unpack import check_encoding, unpacked
@@ -227,7 +228,7 @@ class ErrorMiddleware:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
             check_single(headers)
-            account: Account | None = None
+            account: KeyAccount | None = None
             if self._edge.keyring is None:
                 check_page(scope["method"], headers, self._local, self._origins)
             elif scope["path"] not in self._open:
@@ -263,9 +264,9 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
     path = quote(scope["path"], safe="/:@!$&'()*+,;=")
     path = path if len(path) <= SHOWN_PATH_CHARS else path[:SHOWN_PATH_CHARS] + "..."
     generation: Generation | None = scope.get("generation")
-    account: Account | None = scope.get("account")
+    account: KeyAccount | None = scope.get("account")
     prompt = 0 if generation is None else sum(map(len, generation.prompts))
-    said = 0 if generation is None else sum(lane.read for lane in generation.lanes)
+    said = 0 if generation is None else generation.completion_tokens
     workers = [] if generation is None else generation.workers
     if json_lines:
         line = {
@@ -502,10 +503,10 @@ class _Api:
         """Why the server is not ready, for `health`: the model is loading or stalled, the server drains, or its
         worker is down. None: it is ready."""
         if self._gateway.ready is None:
-            return {"status": "worker lost" if self._gateway.links.lost else "loading"}
+            return {"status": "worker lost" if self._gateway.workers.lost else "loading"}
         if self._edge.draining is not None:
             return {"status": "draining", "reason": self._edge.draining}
-        if (trouble := self._gateway.links.trouble) is not None:
+        if (trouble := self._gateway.workers.trouble) is not None:
             return {"status": "stalled", "reason": trouble}
         return None
 
@@ -520,7 +521,7 @@ class _Api:
 
     async def load(self, request: Request) -> Response:
         """vLLM's /load: the number of running and waiting requests."""
-        return json_response({"server_load": self._gateway.load + self._gateway.others.load})
+        return json_response({"server_load": self._gateway.requests.requests + self._gateway.peers.load})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
@@ -575,7 +576,7 @@ class _Api:
 
     async def tokenizer_info(self, request: Request) -> Response:
         """vLLM's /tokenizer_info: the fields of tokenizer_config.json, with the chat template."""
-        body = tokenizer_info(self._gateway.tokenizer.config, self._gateway.max_model_len)
+        body = tokenizer_info(self._gateway.encoder.tokenizer.config, self._gateway.max_model_len)
         return Response(body, media_type="application/json")
 
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
@@ -593,7 +594,7 @@ class _Api:
         if warning := _warning(asked.left_out):
             log.info("%s, request %s", warning[WARNING], passage.id)
         # Nothing may raise from here on: `_reply` closes the generation.
-        reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, max_model_len)
+        reply = Reply(asked, model, int(clock.now()), generation, gateway.encoder.tokenizer, max_model_len)
         return partial(self._reply, dialect, reply, warning)
 
     async def _reply(self, dialect: Dialect[A], reply: Reply[A], headers: Mapping[str, str], send: Send) -> None:
@@ -603,7 +604,7 @@ class _Api:
                 return
             choices = await gather(generation)
             cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
+            body = await self._gateway.encoder.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
             if dialect.keep is not None:
                 body = await dialect.keep(reply, choices, body)
             await _send_json(send, body, headers)
@@ -636,7 +637,7 @@ class _Api:
                 if not started:
                     await start()
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
-                await write(await self._gateway.in_thread(cost, stream.write, batches))
+                await write(await self._gateway.encoder.in_thread(cost, stream.write, batches))
                 if generation.silent:
                     await write(stream.keepalive())
                 if not opening:  # else the first batch of a choice may need a thread
@@ -652,8 +653,8 @@ class _Api:
         self._model(request.model)
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
         tokens = await self._encoded(request.prompt, param)
-        token_bytes = self._gateway.tokenizer.token_bytes if request.token_strs else None
-        answer = await self._gateway.in_thread(
+        token_bytes = self._gateway.encoder.tokenizer.token_bytes if request.token_strs else None
+        answer = await self._gateway.encoder.in_thread(
             len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
         )
         return partial(_send_json, body=answer)
@@ -677,22 +678,22 @@ class _Api:
     async def _encoded(self, prompt: Prompt, param: str) -> Sequence[int]:
         """Token ids of a prompt. Raises RequestError for more tokens than a request may have."""
         most = self._limits.tokens
-        tokens = await self._gateway.encode(prompt, param, most)
+        tokens = await self._gateway.encoder.encode(prompt, param, most)
         if len(tokens) > most:
             raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
         return tokens
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         most = self._gateway.max_model_len
-        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, most)
+        request = await self._gateway.encoder.in_thread(len(body) // 64, read_detokenize, body, most)
         self._model(request.model)
-        decode = self._gateway.tokenizer.decode_bytes
-        answer = await self._gateway.in_thread(len(request.tokens), detokenize_answer, request.tokens, decode)
+        decode = self._gateway.encoder.tokenizer.decode_bytes
+        answer = await self._gateway.encoder.in_thread(len(request.tokens), detokenize_answer, request.tokens, decode)
         return partial(_send_json, body=answer)
 
     async def _read(self, body: bytes, read: Callable[[bytes, Limits, Defaults], T]) -> T:
         """Parse a body; large ones in a thread: parsing JSON takes about a 64th of the time of encoding its text."""
-        return await self._gateway.in_thread(len(body) // 64, read, body, self._limits, self._defaults)
+        return await self._gateway.encoder.in_thread(len(body) // 64, read, body, self._limits, self._defaults)
 
     def _model(self, asked: str | None) -> str:
         """The model name for the response. Raises ModelNotFound for a name that is not served."""

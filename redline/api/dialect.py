@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
 from redline.api.errors import Answer
-from redline.api.gateway import Batch, Generation
+from redline.api.gateway.generation import ChoiceDelta, Generation
 from redline.api.openai.answers import Choice
 from redline.chat.tokenizer import Tokenizer
 from redline.messages.base import Record
@@ -67,7 +67,7 @@ class EventStream(Protocol):
         """Bytes before the first batch, sent on admission; may be empty."""
         ...
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The events of these batches, in order, as server-sent events; empty if they contain no visible output."""
         ...
 

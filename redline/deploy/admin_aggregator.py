@@ -43,7 +43,7 @@ class AdminAggregator:
 
     async def status(self) -> dict[str, Any]:
         """As `api.admin.status_of`, merged over all replicas, with the numbers of each replica under "replicas"."""
-        fleet, links = self._fleet, self._fleet.links
+        fleet, links = self._fleet, self._fleet.workers
         told = [
             (start, None if said is None else msgspec.json.decode(said)) for start, said in await self._ask("status")
         ]
@@ -115,7 +115,7 @@ class AdminAggregator:
 
     @property
     def _known(self) -> str:
-        return ", ".join(link.name for link in self._fleet.links)
+        return ", ".join(link.name for link in self._fleet.workers)
 
     async def profile(self, seconds: float) -> bytes:
         """Raises Refusal: only a process that has the API and receives all workers' messages can record a profile."""

@@ -134,7 +134,7 @@ class Autoscaler:
     def _may_go(self, link: WorkerHandle) -> bool:
         """Whether another live worker can answer, and this one is not switching roles or draining."""
         others = [other for other in self._links if other is not link and can_answer(self._links, other)]
-        return bool(others) and link.turning is None and not link.draining
+        return bool(others) and link.switching_since is None and not link.draining
 
     def _judge(self) -> None:
         """Record which starts have succeeded or failed."""

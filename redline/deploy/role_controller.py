@@ -23,7 +23,7 @@ import msgspec
 
 from redline import clock
 from redline.api.config import Sla
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.sla import targets_of
 from redline.deploy.autoscaler import Autoscaler, WorkerPool
 from redline.deploy.config import Steer
@@ -138,7 +138,7 @@ class Steering:
         self._config = config
         self._gateway = gateway
         self._crew = crew
-        self._spares = Autoscaler(crew, gateway.links, config.spare_s, clock)
+        self._spares = Autoscaler(crew, gateway.workers, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf
@@ -146,8 +146,8 @@ class Steering:
         self._said = 0, 0  # direction of the wanted change, and the number of evaluations in a row that gave it
         self._goal: Decision | None = None  # the decision that is being carried out, one worker after the other
         self._weighed: tuple[Traffic, Fleet] | None = None  # input of the last evaluation that predicted anything
-        gateway.loads = self.measured.hear
-        gateway.lately.remember()
+        gateway.monitor.on_load = self.measured.hear
+        gateway.history.start()
 
     async def run(self) -> None:
         """Evaluate every `every_s`, until cancelled."""
@@ -192,7 +192,7 @@ class Steering:
 
     def _able(self) -> list[WorkerHandle]:
         """Workers that can be sent new jobs."""
-        links = self._gateway.links
+        links = self._gateway.workers
         return [link for link in links if link.ready and not link.draining and links.silent_s(link) <= MOVE_S]
 
     def _roles(self) -> Roles:
@@ -201,7 +201,7 @@ class Steering:
     def _at_once(self) -> Decision | None:
         """If no worker can answer, switch one to decode."""
         able = self._able()
-        if not able or any(can_answer(self._gateway.links, link) for link in able):
+        if not able or any(can_answer(self._gateway.workers, link) for link in able):
             return None
         return self._change(able[0], "decode", Decision(clock.now(), "no other worker can answer"))
 
@@ -214,7 +214,7 @@ class Steering:
         if not way or roles.workers != len(able):  # done; or the number of workers changed, so evaluate again
             self._goal = None
             return None
-        if any(link.turning is not None for link in able):
+        if any(link.switching_since is not None for link in able):
             return None
         decision = self._step(able, way, goal._replace(at=clock.now()))
         if decision.worker is None:
@@ -253,7 +253,7 @@ class Steering:
             return stays._replace(why=why), None
         if (rest_s := self._tried_at + self._config.rest_s - self._clock()) > 0:
             return stays, f"roles were simulated recently; the next simulation is in {rest_s:.0f} s"
-        left = self._gateway.lately.left(self._gateway.under_way)
+        left = self._gateway.history.remaining(self._gateway.requests.records)
         traffic = traffic._replace(under_way=[Asked(*each) for each in left])
         try:
             shares = await tried(traffic, fleet, self._targets, splits)
@@ -269,17 +269,17 @@ class Steering:
 
     def _with_queues(self) -> int:
         """Minimum of workers wanted: all that run while at least LEAST_REQUESTS are queued at one of them; else 0."""
-        waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.links)
+        waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.workers)
         return len(self._spares.running) if waits else 0
 
     def _came(self) -> int:
         """Number of requests in the window."""
-        return len(self._gateway.lately.lengths(self._config.window_s))
+        return len(self._gateway.history.lengths(self._config.window_s))
 
     def _why_stays(self) -> str | None:
         """Why no role can change now; None if one can."""
         able = self._able()
-        if (turning := next((link for link in able if link.turning is not None), None)) is not None:
+        if (turning := next((link for link in able if link.switching_since is not None), None)) is not None:
             return f"{turning.name} is still switching its role"
         if (left := self._changed_at + self._config.rest_s - self._clock()) > 0:
             return f"a role was switched recently; the next switch is possible in {left:.0f} s"
@@ -293,7 +293,7 @@ class Steering:
     def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
         """The input of an evaluation: traffic, workers and measured steps; or the reason why there is none."""
         able = self._able()
-        window_s, lately = self._config.window_s, self._gateway.lately
+        window_s, lately = self._config.window_s, self._gateway.history
         lengths = lately.lengths(window_s)
         if not able or not lengths:
             return "no worker is ready" if not able else f"no request arrived in {window_s:g} s"

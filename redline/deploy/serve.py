@@ -278,7 +278,7 @@ async def _serve_through(
     gateway, edge, server, spans = front
     if edge.keyring is not None:
         signals.reload = edge.reload_soon
-    supervisor = Supervisor(config, gateway, sockets, machines)
+    supervisor = Supervisor(config, gateway.monitor, sockets, machines)
     steering = None
     if config.steer is not None:
         from redline.deploy.role_controller import Steering  # imports numpy, which `--help` must not wait for
@@ -300,7 +300,7 @@ async def _serve_through(
         try:
             ready = await supervisor.start(stop, serving)
         except RedlineError as error:
-            gateway.lose_all(str(error))
+            gateway.fail_all(str(error))
             raise
         if ready is None and gateway.ready is None:
             return 0
@@ -314,7 +314,7 @@ async def _serve_through(
         if lost:
             # A server that can only answer with errors must exit, so that its service manager restarts it.
             what = given_up.result() if given_up.done() else "the server has failed"
-            gateway.lose_all(what)
+            gateway.fail_all(what)
             log.error("%s; stopping", what)
         else:
             log.info("stopping")
@@ -327,7 +327,7 @@ async def _serve_through(
         if lost:
             await asyncio.wait({serving}, timeout=GRACE_S)
         supervisor.end()
-        gateway.lose_all("the server is stopping")
+        gateway.fail_all("the server is stopping")
         await end(server, serving)
         serving.result()
         gateway.close()

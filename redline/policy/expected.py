@@ -22,7 +22,7 @@ SAMPLE = 512  # requests in the sample: more do not change the result
 MOST_USE = 0.995  # utilization above which a queue counts as growing for the whole horizon
 # factors of the request rate over which a split is averaged: the future rate is uncertain, and headroom has value
 RATES = 0.8, 1.0, 1.25
-COSTS_TWICE = 2  # factor of local prefill time in the router's decision (`router/choose.py`)
+COSTS_TWICE = 2  # factor of local prefill time in the router's decision (`router/placement.py`)
 HELD_UP = 0.5  # factor per decoding request that a local prefill delays; the router weighs these by SLO strain
 TURNS = 48  # iterations to find the number of concurrent decoding requests
 ANY = 1e9  # seconds, in the place of an infinite SLO target
@@ -204,7 +204,7 @@ class Sample:
     def _here(self, rate: float, prefill: int, decode: int) -> int:
         """How many of the sample's prompts, from the shortest on, are computed on the decode workers: none, until
         one would wait for a prefill worker longer than its local prefill costs. That cost is weighed by the decoding
-        requests that it delays (`router/choose.py`). It is lower for a short prompt, so short ones are moved first."""
+        requests that it delays (`router/placement.py`). It is lower for short prompts, so they are moved first."""
         count = len(self._output)
         if not prefill:
             return count

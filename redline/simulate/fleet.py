@@ -23,8 +23,8 @@ from redline.policy.pairs import Work, expanded_of, pairs_of
 from redline.policy.roles import Choice, best_roles, choose_roles, settled, splits_to_try
 from redline.policy.roles import Fleet as Chosen
 from redline.policy.targets import Targets
-from redline.router.choose import Candidate, Predicted, apart, beside, cheapest, predict
-from redline.router.pace import Busy, Pace
+from redline.router.latency_model import LatencyModel, PrefillShare
+from redline.router.placement import PlacementCandidate, PredictedPlacement, apart, beside, cheapest, predict
 from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
@@ -126,9 +126,9 @@ class Simulation:
         self._looks: list[Look] = []
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
-        self._pace = Pace(model.steps)
+        self._pace = LatencyModel(model.steps)
         self._pace.step_tokens = model.step_tokens
-        self._busy = [Busy() for _ in self.workers]
+        self._busy = [PrefillShare() for _ in self.workers]
         self._draw = random.Random(setting.seed)
         self._given = itertools.count(1)
         self._numbers = itertools.count()
@@ -249,7 +249,7 @@ class Simulation:
 
     def _candidates(
         self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
-    ) -> list[tuple[Worker, Candidate]]:
+    ) -> list[tuple[Worker, PlacementCandidate]]:
         """The workers of a pool that are considered, each with its state; the one with the oldest last job comes first.
         everywhere: tokens of the prompt that all workers have cached; None: according to the caches."""
         if len(pool) <= EVERYBODY:
@@ -267,7 +267,7 @@ class Simulation:
                 if len(some) >= 2 * SOME:
                     break
             looked_at = list(some.values())
-        found: list[tuple[Worker, Candidate]] = []
+        found: list[tuple[Worker, PlacementCandidate]] = []
         caches = self._caches
         waits_s = max((each.queue for each in self._computing), default=0) * self._pace.token_s(self._model.steps)
         for worker in looked_at:
@@ -283,7 +283,7 @@ class Simulation:
                 answer_s = self._pace.output(job.of) * self._pace.between_s(answers + 1)
                 answers = beside(answers, worker.awaited, answer_s, waits_s)
             busy = self._busy[worker.index].share(self.now)
-            found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free, busy)))
+            found.append((worker, PlacementCandidate(worker.name, cached, worker.queue, answers, free, busy)))
         return found
 
     def _computed(self, job: Played, worker: Worker) -> None:
@@ -439,7 +439,7 @@ class Simulation:
             self._ending.discard(worker.index)
             self._off.add(worker.index)
             self._caches.forget(worker.index)
-            self._busy[worker.index] = Busy()
+            self._busy[worker.index] = PrefillShare()
             self._tell(f"{worker.name} has ended")
 
     def _tell(self, why: str) -> None:
@@ -527,7 +527,7 @@ def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, s
         yield _request(at_s, each)
 
 
-def sent(way: Way, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+def sent(way: Way, here: Sequence[PredictedPlacement], there: Sequence[PredictedPlacement]) -> tuple[int, int | None]:
     """The indexes of the decode worker in `here`, and of the prefill worker in `there`; None: the decode worker."""
     match way:
         case "predicted":

@@ -217,7 +217,7 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
             with pytest.raises(RequestError):
                 await world.gateway.begin(ask)
         with await world.gateway.begin(text_ask("x" * 50)):  # the worker goes down
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
         world.engine.serve(world.gateway)
         with await world.gateway.begin(text_ask("x" * 50)) as heard:
             world.engine.gate.set()
@@ -233,7 +233,7 @@ async def test_a_worker_that_is_lost_between_the_jobs_of_a_request_is_sent_no_mo
 
         def put_and_lose(message: Any) -> None:
             put(message)
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
 
         world.engine.put = put_and_lose  # type: ignore[method-assign]
         with await world.gateway.begin(text_ask("x" * 5000, n=3)) as generation, pytest.raises(WorkerLost):
@@ -342,7 +342,7 @@ async def test_who_has_left_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Tokenizer, "encode_with_specials", slowly)
     async with World(script, max_model_len=1 << 20) as world:
         visitors = [Visitor(world, b'{"prompt":"%b"}' % (b"x" * size)) for size in (5001, 5002, 5003, 5004)]
-        queue = world.gateway._threads._work_queue
+        queue = world.gateway.encoder.threads._work_queue
         await eventually(lambda: len(begun) == 2 and queue.qsize() == 2)  # two threads are busy, the other two wait
         visitors[2].leave()
         async with asyncio.timeout(SOON_S):
@@ -373,7 +373,7 @@ async def test_who_leaves_while_encoded_is_encoded_no_further(monkeypatch: pytes
         async with asyncio.timeout(SOON_S):
             await visitor.task
         gate.set()
-        await world.gateway.in_thread(MIB, lambda: None)
+        await world.gateway.encoder.in_thread(MIB, lambda: None)
         assert (await world.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
     assert len(pieces) == 2  # the second belongs to the other request
     assert len(world.engine.jobs) == 1

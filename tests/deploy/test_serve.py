@@ -25,7 +25,7 @@ import uvloop
 from openai import APIError, OpenAI
 from rich.console import Console
 
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.deploy import serve as fleet
 from redline.deploy.config import ServeConfig
 from redline.deploy.process import STOP_SIGNALS

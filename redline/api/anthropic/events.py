@@ -14,7 +14,7 @@ import msgspec
 from redline.api.anthropic.requests import MessagesRequest, read_messages
 from redline.api.dialect import Dialect, Reply
 from redline.api.errors import Answer, tell
-from redline.api.gateway import Batch
+from redline.api.gateway.generation import ChoiceDelta
 from redline.api.openai.answers import Choice
 from redline.api.responses.sealed import seal, sign
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
@@ -85,7 +85,7 @@ class MessageStream:
         """A ping."""
         return _event("ping", {})
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The events of these batches; the last of them ends the message."""
         pieces: list[bytes] = []
         for batch in batches:

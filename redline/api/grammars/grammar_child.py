@@ -42,7 +42,7 @@ class Vocabulary(Record, frozen=True):
     memory_bytes: int
 
 
-class Trial(Record, frozen=True):
+class GrammarTrial(Record, frozen=True):
     """A trial, by kind.
 
     grammar: compile it. gbnf: convert a GBNF grammar to Lark's syntax. schemas: a JSON list of pairs of a client's
@@ -54,7 +54,7 @@ class Trial(Record, frozen=True):
     kind: Literal["grammar", "gbnf", "schemas", "loosen"] = "grammar"
 
 
-class Verdict(Record, frozen=True):
+class GrammarVerdict(Record, frozen=True):
     """The result of a trial. error: why the grammar cannot be used; None: it can. text: the converted grammar, or the
     looser schema.
 
@@ -88,11 +88,11 @@ def main() -> None:
     tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names))
     inward = [ranks[bytes([byte])] for byte in _INWARD if bytes([byte]) in ranks]
     while (data := _frame(inlet)) is not None:
-        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=Trial), tokens, inward)))
+        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=GrammarTrial), tokens, inward)))
         outlet.flush()
 
 
-def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def verdict_of(trial: GrammarTrial, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     """Run a trial. inward: tokens that continue or open nested JSON values."""
     try:
         match trial.kind:
@@ -102,12 +102,14 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
                 return _converted(trial.text)
             case "schemas":
                 written = [_written(schema, closed=closed) for schema, closed in json.loads(trial.text)]
-                return Verdict(schemas=tuple(one for one, _ in written), complaints=tuple(one for _, one in written))
+                return GrammarVerdict(
+                    schemas=tuple(one for one, _ in written), complaints=tuple(one for _, one in written)
+                )
             case "loosen":
                 schema, closed = json.loads(trial.text)
                 return _loosened(Written(schema, closed=closed), tokens, inward)
     except (ValueError, RecursionError) as error:
-        return Verdict(error=f"the schema cannot be parsed: {error}")
+        return GrammarVerdict(error=f"the schema cannot be parsed: {error}")
 
 
 def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
@@ -119,36 +121,36 @@ def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
         return ANY_OBJECT, f"the schema cannot be parsed: {error}"
 
 
-def _converted(text: str) -> Verdict:
+def _converted(text: str) -> GrammarVerdict:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return Verdict(text=gbnf_to_lark(text))
+        return GrammarVerdict(text=gbnf_to_lark(text))
     except Exception as error:  # any exception of the parser for a malformed grammar
-        return Verdict(error=f"it cannot be parsed as GBNF: {error}")
+        return GrammarVerdict(error=f"it cannot be parsed as GBNF: {error}")
 
 
-def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     def error_of(schema: dict[str, Any]) -> str | None:
         return _tried(grammars([of_schema("schema", dumped(schema))]), tokens, inward).error
 
     if (error := error_of(written.schema)) is None:
-        return Verdict(text=dumped(written.schema))
+        return GrammarVerdict(text=dumped(written.schema))
     schema, place = loosen(written, lambda schema: error_of(schema) is None, LOOSEN_S)
-    return Verdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
+    return GrammarVerdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
 
 
-def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
-        return Verdict(error=_error(matcher))
+        return GrammarVerdict(error=_error(matcher))
     draw = random.Random(text)
     for number in range(WALKS):
         if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
-            return Verdict(error=error, timed=error.startswith(TOO_LONG))
-    return Verdict()
+            return GrammarVerdict(error=error, timed=error.startswith(TOO_LONG))
+    return GrammarVerdict()
 
 
 def line_of(error: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from redline.api.gateway import Batch, Generation
+from redline.api.gateway.generation import ChoiceDelta, Generation
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 from redline.messages.step import TokenLogprobs
 
@@ -43,7 +43,7 @@ class Choice:
         self.prompt_ids: Sequence[int] | None = None
         self.token_ids: list[int] = []  # this and the prompt's ids, if requested
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: ChoiceDelta) -> None:
         """Add the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
@@ -78,7 +78,7 @@ class Choice:
 
 async def gather(generation: Generation) -> list[Choice]:
     """Read a generation to its end; returns its choices by index. Raises what the generation raises."""
-    gathered = [Choice() for _ in generation.lanes]
+    gathered = [Choice() for _ in generation.jobs]
     async for together in generation:
         for batch in together:
             gathered[batch.choice].add(batch)

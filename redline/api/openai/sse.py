@@ -14,7 +14,7 @@ import msgspec
 
 from redline.api.dialect import Streaming
 from redline.api.errors import answer_to
-from redline.api.gateway import Batch
+from redline.api.gateway.generation import ChoiceDelta
 from redline.api.openai.answers import (
     Offsets,
     Opening,
@@ -120,7 +120,7 @@ class ChatStream(_ChunkWriter):
             b'%b[{"index":%d,%b' % (self._head, index, self._as_thought) for index in range(len(self._ends))
         ]
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
@@ -156,7 +156,7 @@ class ChatStream(_ChunkWriter):
                         chunks.append(self._delta(choice, {}, finish_of(event)))
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _open(self, batch: Batch) -> bytes:
+    def _open(self, batch: ChoiceDelta) -> bytes:
         """The chunk with the role, before a choice's first event."""
         chunk = self._delta(batch.choice, {"role": "assistant", "content": ""})
         extra: dict[str, Any] = {}
@@ -224,7 +224,7 @@ class CompletionStream(_ChunkWriter):
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
@@ -252,7 +252,7 @@ class CompletionStream(_ChunkWriter):
                         pass  # raw text has no reasoning and no tool calls; logprobs are held above
         return b"".join(chunks)
 
-    def _open(self, batch: Batch) -> bytes:
+    def _open(self, batch: ChoiceDelta) -> bytes:
         """The beginning of a choice's text: the prompt and its logprobs, if requested."""
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)

@@ -17,7 +17,7 @@ from redline.api.auth.quota import CALLER
 from redline.api.config import Limits
 from redline.api.dialect import Dialect, Reply
 from redline.api.errors import tell
-from redline.api.gateway import Batch
+from redline.api.gateway.generation import ChoiceDelta
 from redline.api.openai.answers import Choice
 from redline.api.openai.dialects import openai_error
 from redline.api.paging import page_limit
@@ -164,7 +164,7 @@ class ResponseStream:
         """response.created and response.in_progress."""
         return b"".join(self._response(kind, "in_progress") for kind in ("created", "in_progress"))
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The events of these batches, without the final one, which `close` returns."""
         out: list[bytes] = []
         for batch in batches:

@@ -11,13 +11,13 @@ requests.
     held up     = tokens x increase of strain(between) by own / tokens of an answer, for each answer there and for
                   those that overlap with it because it takes longer
 
-Step times come from the step model (`policy/steps.py`), which is fitted to the steps that workers report (`pace.py`).
-`strain` weights seconds by the share of the SLO target that they use up (`policy/targets.py`). The total time allowed
-for an answer has the same weight as the time allowed for a first token. The number of requests after a prompt is that
-of a queue with this utilization: 1 / (1 - share). A delayed answer stays longer, and makes steps longer for others: if
-each of r answers adds s to a step of t, a delay counts 1 / (1 - r s / t) times. So a conversation returns to the worker
-with its cached pages, but is not bound to it: if the queue there is long enough, or decode is slow, the prompt is
-recomputed on another worker.
+Step times come from the step model (`policy/steps.py`), which is fitted to the steps that workers report
+(`latency_model.py`). `strain` weights seconds by the share of the SLO target that they use up (`policy/targets.py`).
+The total time allowed for an answer has the same weight as the time allowed for a first token. The number of requests
+after a prompt is that of a queue with this utilization: 1 / (1 - share). A delayed answer stays longer, and makes steps
+longer for others: if each of r answers adds s to a step of t, a delay counts 1 / (1 - r s / t) times. So a conversation
+returns to the worker with its cached pages, but is not bound to it: if the queue there is long enough, or decode is
+slow, the prompt is recomputed on another worker.
 
 There are two separate questions. Among mixed workers, which prefill and decode a job, an answer that misses its SLO
 target anyway gets no further weight, so that others do not miss theirs. Between prefill on the decode worker and on a
@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from redline.policy.targets import HEAVY, Targets, strain
-from redline.router.pace import Pace
+from redline.router.latency_model import LatencyModel
 
 NO_TARGETS = Targets()
 BROUGHT_SHARE = 0.05  # time of the KV transfer of a prompt, as a share of its prefill time
@@ -43,7 +43,7 @@ CLOSE = 0.01  # relative difference below which costs count as equal: times are 
 MOST_BUSY = 0.9
 
 
-class Candidate(NamedTuple):
+class PlacementCandidate(NamedTuple):
     """State of a worker when a job arrives."""
 
     worker: str
@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
     room: float = math.inf  # tokens that fit into its free pages now, in addition to its current jobs
 
 
-class Predicted(NamedTuple):
+class PredictedPlacement(NamedTuple):
     """Prediction for one job on one worker. Costs are SLO-weighted seconds (see above).
 
     own_s: prefill time of its prompt, in excess of decode-only steps. computing_cost_s: of prefill there.
@@ -98,8 +98,12 @@ class Predicted(NamedTuple):
 
 
 def predict(
-    tokens: int, candidates: Sequence[Candidate], pace: Pace, of: str = "", targets: Targets = NO_TARGETS
-) -> list[Predicted]:
+    tokens: int,
+    candidates: Sequence[PlacementCandidate],
+    pace: LatencyModel,
+    of: str = "",
+    targets: Targets = NO_TARGETS,
+) -> list[PredictedPlacement]:
     """Predictions for a prompt of `tokens` tokens on each candidate. of: the job's class; targets: SLO targets of
     the class."""
     output, context, model, chunk = pace.output(of), pace.context, pace.model, pace.step_tokens
@@ -108,7 +112,7 @@ def predict(
     both = ttft_s < math.inf and itl_s < math.inf
     # Tokens, times the weight of a second of the answer.
     all = output * (ttft_s / (output * itl_s) if both else HELD_UP)
-    found: list[Predicted] = []
+    found: list[PredictedPlacement] = []
     for worker, cached, queue, answers, free, busy, room in candidates:
         uncached = tokens - cached
         step_ms = model.decode_ms(answers, context) if answers else 0.0
@@ -129,7 +133,7 @@ def predict(
         held_up = those * (strain(held_s, itl_s) - strained)
         care = those * (strain(held_s, itl_s, HEAVY) - strain(between_s, itl_s, HEAVY))
         found.append(
-            Predicted(
+            PredictedPlacement(
                 worker, cached, uncached, queue, forgotten, answers, busy, own_s, first_s, between_s,
                 computing, answer, held_up, care, own_s * BROUGHT_SHARE, uncached <= room,
             )
@@ -147,7 +151,7 @@ def beside(writing: int, awaited: int, answer_s: float, waits_s: float) -> int:
     return writing + round(awaited * min(1.0, answer_s / waits_s) if waits_s > 0 else awaited)
 
 
-def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+def apart(here: Sequence[PredictedPlacement], there: Sequence[PredictedPlacement]) -> tuple[int, int | None]:
     """(index in `here` of the decode worker, index in `there` of the prefill worker; None: no separate prefill worker).
 
     A prompt with pages that fit neither on a decode worker nor on a prefill worker is computed on its decode worker. On
@@ -168,12 +172,12 @@ def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, i
     return joined, computes
 
 
-def cheapest(predicted: Sequence[Predicted]) -> int:
+def cheapest(predicted: Sequence[PredictedPlacement]) -> int:
     """Index of the prediction with the least cost (`_least`). Raises ValueError for an empty list."""
     return _least(predicted, [each.cost_s for each in predicted])
 
 
-def _least(predicted: Sequence[Predicted], costs: Sequence[float]) -> int:
+def _least(predicted: Sequence[PredictedPlacement], costs: Sequence[float]) -> int:
     """Index of the least cost. Among costs close to it, the worker with the fewest uncached tokens of the prompt; among
     those the one with the least cost, then the one with the fewest answers, then the first.
 

@@ -5,7 +5,7 @@ import pytest
 from redline.messages.delta import Preempted
 from redline.messages.job import JobId
 from redline.policy.steps import StepModel
-from redline.router.pace import Pace
+from redline.router.latency_model import LatencyModel
 from redline.router.preemption_forecast import ConcurrentAnswer, goes_on
 
 
@@ -13,9 +13,9 @@ def lost(short: int, again: int = 100) -> Preempted:
     return Preempted(by=JobId("other"), running=2, pages=20, lost_tokens=300, again_tokens=again, short_pages=short)
 
 
-def paced() -> Pace:
+def paced() -> LatencyModel:
     """A millisecond per prompt token, 10 between two tokens of an answer, answers of 50 tokens."""
-    pace = Pace(StepModel(base=10.0, prompt=1.0))
+    pace = LatencyModel(StepModel(base=10.0, prompt=1.0))
     pace.answered("", 50)
     return pace
 

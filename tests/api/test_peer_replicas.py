@@ -5,7 +5,7 @@ import re
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from redline.api.auth.quota import Account, LimitReached
+from redline.api.auth.quota import KeyAccount, LimitReached
 from redline.api.config import KeyLimits, Limits
 from redline.api.telemetry.metrics import Metrics, OwnMetrics
 from redline.api.telemetry.metrics_aggregator import MetricsAggregator, packed
@@ -14,7 +14,7 @@ from redline.messages.channel import MemoryChannel
 from redline.messages.job import JobId
 from redline.messages.news import Load, Missed, Ready
 from redline.messages.replicas import AtWorker, OfKey, Use
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, deliver
 from tests.api.test_gateway import text_ask
 from tests.api.world import World, answer
 from tests.fakes import make_job
@@ -32,13 +32,13 @@ async def test_what_waits_at_other_replicas_counts_where_a_queue_is_bounded() ->
         gateway = world.gateway
         with await gateway.begin(text_ask()):
             pass
-        gateway.hear(Use(replica="b.1", roster=1, waiting=1, waiting_tokens=1000))
+        gateway.peers.update(Use(replica="b.1", roster=1, waiting=1, waiting_tokens=1000))
         with pytest.raises(Overloaded, match="1000 prompt tokens wait already"):
             await gateway.begin(text_ask())
-        gateway.hear(Use(replica="b.1", roster=1, waiting=10))
+        gateway.peers.update(Use(replica="b.1", roster=1, waiting=10))
         with pytest.raises(Overloaded, match="10 jobs wait already"):
             await gateway.begin(text_ask())
-        assert gateway.others.keep(["a.1"]) == ["b.1"]
+        assert gateway.peers.keep(["a.1"]) == ["b.1"]
         with await gateway.begin(text_ask()):
             pass
 
@@ -48,36 +48,34 @@ async def test_what_other_replicas_have_sent_to_a_worker_counts_where_one_is_cho
         gateway, first = world.gateway, world.link
         second = FakeEngine(answer("a")).serve(gateway, name="second")
         job = make_job("a", tuple(range(70)))
-        route = gateway.links.route(job)
+        route = gateway.workers.route(job)
         assert route is not None
-        chosen, other = (first, second) if route.link is first else (second, first)
+        chosen, other = (first, second) if route.worker is first else (second, first)
         busy = AtWorker(worker=chosen.name, epoch=chosen.epoch, jobs=3, tokens=5000)
-        gateway.hear(Use(replica="b.1", roster=1, workers=(busy,)))
-        route = gateway.links.route(job)
+        gateway.peers.update(Use(replica="b.1", roster=1, workers=(busy,)))
+        route = gateway.workers.route(job)
         assert route is not None
-        assert route.link is other
+        assert route.worker is other
         assert route.instead[0].queue_tokens == 5000
         assert route.instead[0].answers == 3
-        gateway.hear(Use(replica="b.1", roster=2, workers=(AtWorker("worker", epoch=9, jobs=3, tokens=5000),)))
-        assert gateway.links.candidate(chosen, job, {}).queue == 0, "the report is about another start of the worker"
+        gateway.peers.update(Use(replica="b.1", roster=2, workers=(AtWorker("worker", epoch=9, jobs=3, tokens=5000),)))
+        assert gateway.workers.candidate(chosen, job, {}).queue == 0, "the report is about another start of the worker"
 
 
 async def test_a_job_says_which_replica_has_sent_it_and_no_two_have_one_id() -> None:
-    async with World(answer("a")) as world:
-        world.gateway.replica = "replica-1.4"
+    async with World(answer("a"), replica="replica-1.4") as world:
         ids: set[JobId] = set()
         for _ in range(3):
             with await world.gateway.begin(text_ask()) as generation:
-                ids.add(generation.lanes[0].job.id)
+                ids.add(generation.jobs[0].id)
         assert {job.replica for job in world.engine.jobs} == {"replica-1.4"}
         assert len(ids) == 3
 
 
 async def test_a_worker_whose_first_words_to_a_replica_are_lost_is_not_lost_for_it() -> None:
-    async with World(answer("a")) as world:
-        world.gateway.replica = "replica-0.1"
-        link = world.gateway.join("other", FakeEngine(answer("a")), "both")
-        world.gateway.deliver(link, Missed(messages=1))
+    async with World(answer("a"), replica="replica-0.1") as world:
+        link = world.gateway.monitor.join("other", FakeEngine(answer("a")), "both")
+        deliver(world.gateway, link, Missed(messages=1))
         assert link.lost is None, "it sends them again"
 
 
@@ -85,10 +83,12 @@ async def test_a_worker_that_is_lost_may_say_again_that_it_is_ready_and_is_lost_
     async with World(answer("a")) as world:
         link, ready = world.link, world.link.ready
         assert ready is not None
-        world.gateway.lose(link, "the server is stopping")
-        world.gateway.deliver(link, ready)
+        world.gateway.monitor.mark_down(link, "the server is stopping")
+        deliver(world.gateway, link, ready)
         assert (link.ready, link.lost) == (None, "the server is stopping")
-        await world.gateway.follow(link, MemoryChannel())  # ends at once: none of its messages are read any more
+        await world.gateway.monitor.follow(
+            link, MemoryChannel()
+        )  # ends at once: none of its messages are read any more
 
 
 # ---------------------------------------------------------------------------------------------------------- quotas
@@ -99,7 +99,7 @@ class Names:
 
     def __init__(self, limits: KeyLimits) -> None:
         self.now = 0.0
-        self.here, self.there = (Account("alice", limits, lambda: self.now) for _ in range(2))
+        self.here, self.there = (KeyAccount("alice", limits, lambda: self.now) for _ in range(2))
 
     def tell(self) -> None:
         told = [

@@ -10,8 +10,8 @@ from redline.cli.explain import show
 from redline.messages.channel import MemoryChannel
 from redline.messages.delta import Brought, Delta, Drafted, Preempted, Resumed
 from redline.messages.job import JobId
-from redline.router.choose import Candidate, predict
-from redline.router.pace import Pace
+from redline.router.latency_model import LatencyModel
+from redline.router.placement import PlacementCandidate, predict
 from redline.router.preemption_forecast import GoesOn
 from redline.router.worker_registry import Route, WorkerHandle
 from tests.clocks import FakeClock
@@ -19,21 +19,23 @@ from tests.clocks import FakeClock
 
 def begun() -> RequestTrace:
     one = RequestTrace(0, 100, 1.0)
-    here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
-    one.goes(Route(WorkerHandle("a", MemoryChannel()), None, here, (there,)), "")
+    here, there = predict(
+        100, [PlacementCandidate("a", 64, 0, 1, 999), PlacementCandidate("b", 0, 0, 0, 999)], LatencyModel()
+    )
+    one.record_sent(Route(WorkerHandle("a", MemoryChannel()), None, here, (there,)), "")
     return one
 
 
 def story() -> RequestTrace:
     one = begun()
-    one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), 2.0)
+    one.record_delta(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), 2.0)
     for _ in range(MOST_PAUSES + 4):
         lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
-        one.notes(lost, JobId("a"), GoesOn(0.5, 0.25), 1)
-    one.notes(Resumed(again_tokens=26, waited_s=0.4, paused_s=0.6), JobId("a"))
-    one.notes(Brought(host_tokens=64, disk_tokens=0, read_s=0.1, predicted_s=0.2, compute_s=None), JobId("a"))
-    one.notes(Drafted(steps=4, seconds=0.04, predicted_s=0.036, without_s=0.02), JobId("a"))
-    one.ends("stop", 2, 3.0)
+        one.record_note(lost, JobId("a"), GoesOn(0.5, 0.25), 1)
+    one.record_note(Resumed(again_tokens=26, waited_s=0.4, paused_s=0.6), JobId("a"))
+    one.record_note(Brought(host_tokens=64, disk_tokens=0, read_s=0.1, predicted_s=0.2, compute_s=None), JobId("a"))
+    one.record_note(Drafted(steps=4, seconds=0.04, predicted_s=0.036, without_s=0.02), JobId("a"))
+    one.record_end("stop", 2, 3.0)
     return one
 
 
@@ -70,7 +72,7 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
 
     def preempted(after_tokens: int) -> str:
         lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
-        one.notes(lost, JobId("a"), GoesOn(0.5, 0.25), after_tokens)
+        one.record_note(lost, JobId("a"), GoesOn(0.5, 0.25), after_tokens)
         return said()
 
     def said() -> str:
@@ -78,10 +80,10 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
         show({"jobs": [one.told()]}, console)
         return console.export_text()
 
-    one.comes(Delta(job=JobId("-"), tokens=(1,)), 2.0)
+    one.record_delta(Delta(job=JobId("-"), tokens=(1,)), 2.0)
     assert preempted(1).count("it has not") == 1
     assert preempted(5).count("it resumed on another worker") == 1, "its worker went down, and another one resumed it"
-    one.ends("length", 9, 3.0)
+    one.record_end("length", 9, 3.0)
     assert said().count("it resumed on another worker") == 2
 
 
@@ -116,8 +118,8 @@ def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:
     with FakeClock().installed() as now:
         one = RequestTrace(0, 100, now())
         now.advance(5.0)
-        one.notes(lost, JobId("a"))
-        one.notes(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))
+        one.record_note(lost, JobId("a"))
+        one.record_note(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))
     (paused,) = one.told()["paused"]
     assert (paused["at_s"], paused["paused_s"]) == (2.0, 3.0), "the time of the preemption, not of the message"
 

@@ -1,8 +1,8 @@
 """Step times and answer lengths, learned from reports of all workers together, with exponentially fading weights.
 
-They are not learned per worker: a worker with a slow moment would then be avoided, and never be measured again. `Pace`
-predicts step times from the content of a step (`tune.steps.StepModel`, fitted to the steps that workers report), and
-the length of answers. `Busy` is kept per worker: the share of its time spent on prefill.
+They are not learned per worker: a worker with a slow moment would then be avoided, and never be measured again.
+`LatencyModel` predicts step times from the content of a step (`policy.steps.StepModel`, fitted to the steps that
+workers report), and the length of answers. `PrefillShare` is kept per worker: the share of its time spent on prefill.
 """
 
 import math
@@ -19,7 +19,7 @@ OUTPUT_MEMORY = 0.98  # factor on the weight of earlier answers when an answer i
 BUSY_S = 30.0  # time constant of a worker's prefill share: the duration of some answers
 
 
-class Pace:
+class LatencyModel:
     """Recent measurements. Every property has a default before the first one."""
 
     def __init__(self, known: StepModel | None = None) -> None:
@@ -91,7 +91,7 @@ class Pace:
         return max(1.0, tokens / answers) if answers else FRESH_OUTPUT
 
 
-class Busy:
+class PrefillShare:
     """The share of its time that one worker spends on prefill, over about the last BUSY_S seconds."""
 
     __slots__ = ("_at", "_share")

@@ -18,17 +18,17 @@ def job(number: int) -> Job:
 
 
 @pytest.fixture
-def links() -> WorkerRegistry:
+def workers() -> WorkerRegistry:
     """One prefill worker and one decode worker. A prompt takes a second, an answer of 20 tokens 0.2 s."""
     found = WorkerRegistry(lambda: 0.0)
     for name, role in (("p", "prefill"), ("d", "decode")):
-        link = WorkerHandle(name, MemoryChannel(), role)  # type: ignore[arg-type]
-        found.join(link)
-        assert found.speaks(link, READY) is None
+        worker = WorkerHandle(name, MemoryChannel(), role)  # type: ignore[arg-type]
+        found.join(worker)
+        assert found.set_ready(worker, READY) is None
     for _ in range(9):
-        found.pace.stepped(Work(prompt=500, expanded=500), 0.25, 0)
-        found.pace.stepped(Work(rows=1), 0.01, 1)
-        found.pace.answered("", 20)
+        found.latency_model.stepped(Work(prompt=500, expanded=500), 0.25, 0)
+        found.latency_model.stepped(Work(rows=1), 0.01, 1)
+        found.latency_model.answered("", 20)
     return found
 
 
@@ -39,50 +39,50 @@ def load(used: int, total: int) -> Load:
     )  # fmt: skip
 
 
-def sent(links: WorkerRegistry, number: int) -> tuple[Route, Job]:
+def sent(workers: WorkerRegistry, number: int) -> tuple[Route, Job]:
     one = job(number)
-    route = links.route(one)
+    route = workers.route(one)
     assert route is not None
-    links.sent(route, one)
+    workers.assign(route, one)
     return route, one
 
 
-def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_written(links: WorkerRegistry) -> None:
-    p, d = links
-    first, one = sent(links, 1)
+def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_written(workers: WorkerRegistry) -> None:
+    p, d = workers
+    first, one = sent(workers, 1)
     assert first.prefill is p
-    assert (d.jobs, d.awaited) == (1, 1)
-    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 0, (
+    assert (d.jobs, len(d.awaiting_prefill)) == (1, 1)
+    assert workers.candidate(d, job(2), {}, waits_s=workers.prefill_queue_s).answers == 0, (
         "its prompt takes 1 s, and its answer 0.2 s"
     )
-    links.pace.answered("", 10_000)
-    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1, "answers are long now"
-    links.computed(first, one.id)
-    assert (d.jobs, d.awaited) == (1, 0)
-    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1
+    workers.latency_model.answered("", 10_000)
+    assert workers.candidate(d, job(2), {}, waits_s=workers.prefill_queue_s).answers == 1, "answers are long now"
+    workers.prefill_done(first, one.id)
+    assert (d.jobs, len(d.awaiting_prefill)) == (1, 0)
+    assert workers.candidate(d, job(2), {}, waits_s=workers.prefill_queue_s).answers == 1
 
 
-def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: WorkerRegistry) -> None:
-    p, d = links
-    route, _ = sent(links, 1)
+def test_of_many_that_wait_for_prompts_few_are_answers_at_once(workers: WorkerRegistry) -> None:
+    p, d = workers
+    route, _ = sent(workers, 1)
     for number in range(2, 41):
-        links.sent(route, job(number))
-    assert (d.jobs, d.awaited, p.jobs) == (40, 40, 40)
-    assert links.candidate(d, job(50), {}, waits_s=links.prompts_wait_s).answers <= 1, (
+        workers.assign(route, job(number))
+    assert (d.jobs, len(d.awaiting_prefill), p.jobs) == (40, 40, 40)
+    assert workers.candidate(d, job(50), {}, waits_s=workers.prefill_queue_s).answers <= 1, (
         "one prompt is finished each second"
     )
 
 
-def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(links: WorkerRegistry) -> None:
+def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(workers: WorkerRegistry) -> None:
     """A prompt of 2,000 tokens has 32 pages."""
-    p, d = links
+    p, d = workers
 
     def computed_by(p_used: int, d_used: int) -> WorkerHandle | None:
-        for link, used in ((p, p_used), (d, d_used)):
-            links.loaded(link, load(used, 48))
-        route = links.route(job(9))
+        for worker, used in ((p, p_used), (d, d_used)):
+            workers.update_load(worker, load(used, 48))
+        route = workers.route(job(9))
         assert route is not None
-        assert route.link is d
+        assert route.worker is d
         return route.prefill
 
     assert computed_by(0, 0) is p
@@ -90,11 +90,11 @@ def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(lin
     assert computed_by(0, 40) is p
     assert computed_by(40, 40) is None
     computed_by(0, 0)
-    route, one = sent(links, 1)
+    route, one = sent(workers, 1)
     assert route.prefill is p
     assert computed_by(0, 0) is None, (
         "the first job will take pages of both workers, though their loads do not show it yet"
     )
-    links.computed(route, one.id)
+    workers.prefill_done(route, one.id)
     assert computed_by(0, 32) is p
     assert computed_by(32, 32) is None

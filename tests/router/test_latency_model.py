@@ -6,15 +6,15 @@ import pytest
 
 from redline.policy.pairs import Work
 from redline.policy.steps import StepModel
-from redline.router.pace import BUSY_S, FRESH_OUTPUT, FRESH_TOKEN_S, Busy, Pace
+from redline.router.latency_model import BUSY_S, FRESH_OUTPUT, FRESH_TOKEN_S, LatencyModel, PrefillShare
 
 
-def stepped(pace: Pace, seconds: float, tokens: float, **work: float) -> None:
+def stepped(pace: LatencyModel, seconds: float, tokens: float, **work: float) -> None:
     pace.stepped(Work(**work), seconds, tokens)  # type: ignore[arg-type]
 
 
 def test_a_prompts_pace_follows_what_is_measured() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     assert pace.token_s(pace.model) == FRESH_TOKEN_S
     for _ in range(9):
         stepped(pace, 0.01, 2, rows=2, context=900)
@@ -29,7 +29,7 @@ def test_a_prompts_pace_follows_what_is_measured() -> None:
 
 def test_what_a_step_takes_whatever_is_in_it_counts_for_a_short_prompt() -> None:
     """64 tokens read all experts as 512 do, which a line through the origin cannot represent."""
-    pace, draw = Pace(), random.Random(1)
+    pace, draw = LatencyModel(), random.Random(1)
     pace.experts(384, 8)
     pace.step_tokens = 512
     real = StepModel(base=2.0, experts=40.0, row=0.1, prompt=0.02, experts_of=384, experts_chosen=8)
@@ -44,7 +44,7 @@ def test_what_a_step_takes_whatever_is_in_it_counts_for_a_short_prompt() -> None
 
 
 def test_what_a_row_adds_is_found_from_steps_that_differ() -> None:
-    pace, draw = Pace(), random.Random(1)
+    pace, draw = LatencyModel(), random.Random(1)
     assert pace.between_s(3) == 0.0
     for _ in range(200):
         rows = draw.randint(1, 12)
@@ -58,7 +58,7 @@ def test_what_a_row_adds_is_found_from_steps_that_differ() -> None:
 
 
 def test_drafts_that_hold_bring_tokens_closer() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     for rows in (2, 4, 6) * 20:
         stepped(pace, (4 + rows) * 1e-3, 2.5 * rows, rows=rows)
     assert pace.between_s(1) == pytest.approx(2e-3)
@@ -66,7 +66,7 @@ def test_drafts_that_hold_bring_tokens_closer() -> None:
 
 
 def test_nothing_is_below_zero() -> None:
-    alike, falling, steep = Pace(), Pace(), Pace()
+    alike, falling, steep = LatencyModel(), LatencyModel(), LatencyModel()
     for rows in (1, 2, 4) * 9:
         stepped(alike, 6e-3, 3, rows=3)
         stepped(falling, (9 - rows) * 1e-3, rows, rows=rows)
@@ -78,7 +78,7 @@ def test_nothing_is_below_zero() -> None:
 
 
 def test_how_long_answers_become_is_learned_by_class() -> None:
-    pace = Pace()
+    pace = LatencyModel()
     assert pace.output("chat") == FRESH_OUTPUT
     for _ in range(9):
         pace.answered("chat", 100)
@@ -91,7 +91,7 @@ def test_how_long_answers_become_is_learned_by_class() -> None:
 
 
 def test_a_share_of_prompts_comes_to_what_is_computed_and_is_forgotten() -> None:
-    busy = Busy()
+    busy = PrefillShare()
     assert busy.share(0.0) == 0.0
     for second in range(300):
         busy.add(0.4, float(second))
