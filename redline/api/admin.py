@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from redline.api.app import ErrorMiddleware, json_response
+from redline.api.app import ErrorMiddleware
 from redline.api.auth.auth_state import AuthState
 from redline.api.config import ApiConfig
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
+from redline.api.handlers import json_response
 from redline.api.telemetry.metrics import Metrics
 from redline.api.telemetry.profile import Profiler
 from redline.api.telemetry.request_traces import MOST_JOBS

@@ -10,9 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
-from redline.api.errors import Answer
+from redline.api.errors import WholeResponse
 from redline.api.gateway import Batch, Generation
-from redline.api.openai.answers import Choice
+from redline.api.openai.answers import ChoiceOutput
 from redline.chat.tokenizer import Tokenizer
 from redline.messages.base import Record
 
@@ -97,7 +97,7 @@ class Dialect(Generic[A]):
 
     read: Callable[[bytes, Limits, Defaults], A]
     stream: Callable[[Reply[A]], EventStream]
-    answer: Callable[[Reply[A], Sequence[Choice]], bytes]
-    error: Callable[[Exception, str], Answer]
+    answer: Callable[[Reply[A], Sequence[ChoiceOutput]], bytes]
+    error: Callable[[Exception, str], WholeResponse]
     recall: Callable[[A], Awaitable[A]] | None = None
-    keep: Callable[[Reply[A], Sequence[Choice], bytes], Awaitable[bytes]] | None = None
+    keep: Callable[[Reply[A], Sequence[ChoiceOutput], bytes], Awaitable[bytes]] | None = None

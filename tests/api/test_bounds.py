@@ -447,7 +447,7 @@ async def test_a_large_answer_leaves_in_parts() -> None:
 async def test_an_answer_of_whole_parts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"tokens":[65,66]}'
     async with World(answer("a")) as world:
-        monkeypatch.setattr("redline.api.app.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
+        monkeypatch.setattr("redline.api.handlers.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
         visitor = Visitor(world, body, "/detokenize")
         await visitor.task
     assert [part["more_body"] for part in visitor.sent[1:]] == [True, True, False]
