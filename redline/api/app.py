@@ -91,8 +91,10 @@ def create_app(
     }
     table = operations(config)
     document = openapi(table, open_paths(config), keys=config.keys_file is not None)
-    listed = [f"{operation.method} {operation.url}" for operation in table]
-    api = Handlers(gateway, config, edge, scrape, of_responses, listed, document, page(document))
+    listed: dict[Any, str] = {}
+    for one in table:
+        listed.setdefault((one.url, one.handler), f"{one.method} {one.url}")
+    api = Handlers(gateway, config, edge, scrape, of_responses, list(listed.values()), document, page(document))
     gateway.metrics.health(lambda: api.unready is None)
     bodies = _Bodies(config.limits.bodies_bytes)
     owners = [api, EngineView(gateway, edge), *([] if store is None else [KeptResponses(store)])]

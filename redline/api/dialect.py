@@ -1,7 +1,7 @@
 """The interface between HTTP and the API formats that clients use.
 
 A generating route is a `Dialect`: it parses a body into an `Ask`, and formats the gateway's output, as a whole response
-or as a stream. Everything between the two is shared (`redline.api.app`).
+or as a stream. Everything between the two is shared (`redline.api.handlers`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence

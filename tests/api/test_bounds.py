@@ -410,10 +410,10 @@ async def test_a_server_that_stops_ends_the_requests_of_those_who_leave_too() ->
 async def test_a_large_answer_is_written_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str
 ) -> None:
-    import redline.api.app as app
+    import redline.api.handlers as handlers
     import redline.api.openai.dialects as dialects
 
-    owner: Any = app if path in ("/tokenize", "/detokenize") else dialects
+    owner: Any = handlers if path in ("/tokenize", "/detokenize") else dialects
     *owners, last = name.split(".")
     for one in owners:
         owner = getattr(owner, one)
