@@ -84,17 +84,6 @@ class ServerLoad(ResponseBody):
     server_load: Count
 
 
-class ServerLimits(ResponseBody):
-    """The body of /v1/limits: limits of one request."""
-
-    body_bytes: Count
-    messages: Count
-    tools: Count
-    prompts: Count
-    tokens: Count
-    max_tokens: Count | None
-
-
 class ModelCard(ResponseBody, kw_only=True):
     """A model in OpenAI's format, with vLLM's `max_model_len`, and in Anthropic's."""
 
@@ -185,12 +174,6 @@ class Handlers:
 
     async def docs(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
-
-    async def limits(self, request: Request) -> ServerLimits:
-        """The configured limits of one request."""
-        limits = self._limits
-        counts = (limits.body_bytes, limits.messages, limits.tools, limits.prompts, limits.tokens)
-        return ServerLimits(*counts, limits.most_max_tokens)
 
     async def models(self, request: Request) -> ModelPage:
         """The list of models in OpenAI's and Anthropic's format combined. ?limit, ?after_id, ?before_id: paging, as

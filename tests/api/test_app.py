@@ -45,12 +45,6 @@ def error_of(response: Any) -> dict[str, Any]:
     return error
 
 
-async def test_the_limits_are_those_of_the_configuration() -> None:
-    async with World(answer("a"), Limits(tools=7, most_max_tokens=30)) as world:
-        told = (await world.http.get("/v1/limits")).json()
-    assert (told["tools"], told["max_tokens"]) == (7, 30)
-
-
 async def test_every_listed_route_answers() -> None:
     async with World(answer("a")) as world:
         listed = (await world.http.get("/version")).json()

@@ -53,7 +53,6 @@ _SERVER = (
     Operation("GET", "/health", "Server", "Whether the model is ready to serve", **_HEALTH),
     Operation("GET", "/ping", "Server", "The same as /health, for SageMaker", **_HEALTH),
     Operation("POST", "/ping", "Server", "The same as /health, for SageMaker", **_HEALTH),
-    Operation("GET", "/v1/limits", "Server", "The limits of one request", handler=Handlers.limits),
     Operation("GET", "/live", "Server", "Whether this process is alive", handler=Handlers.live),
     Operation("GET", "/load", "Server", "Number of running and waiting requests", handler=Handlers.load),
     Operation(
