@@ -28,7 +28,7 @@ class Streaming(Record, frozen=True):
     proposers: bool = False
 
 
-class Asked(Record, frozen=True):
+class ParsedRequest(Record, frozen=True):
     """A parsed body; each dialect has its own subclass, with the fields that only its responses need."""
 
     model: str | None  # None: the served model
@@ -38,7 +38,7 @@ class Asked(Record, frozen=True):
     left_out: tuple[str, ...] = ()  # types of tools and items that the client sent and that the prompt does not contain
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=ParsedRequest)
 
 
 @dataclass(frozen=True, slots=True)
