@@ -63,7 +63,7 @@ class ReloadResult(ResponseBody):
     message: str
 
 
-class WorkerStatus(ResponseBody, kw_only=True):
+class AdminWorker(ResponseBody, kw_only=True):
     """A worker in /admin/status."""
 
     role: Role
@@ -108,7 +108,7 @@ class ServerStatus(ResponseBody, kw_only=True):
     trouble: str | None
     queue: QueueStatus
     running: int
-    workers: dict[str, WorkerStatus]
+    workers: dict[str, AdminWorker]
     sla: dict[str, Any]
     keys: dict[str, KeyStatus]
     steer: Mapping[str, Any] | UnsetType | None = UNSET
@@ -320,10 +320,10 @@ def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
     return [story.told() for story in gateway.stories.of(id)]
 
 
-def worker_of(links: WorkerRegistry, link: WorkerHandle) -> WorkerStatus:
+def worker_of(links: WorkerRegistry, link: WorkerHandle) -> AdminWorker:
     """A worker's status in `links`."""
     turning_s = links.turning_s(link)
-    return WorkerStatus(
+    return AdminWorker(
         role=link.role,
         turning_s=None if turning_s is None else round(turning_s, 1),
         epoch=link.epoch,

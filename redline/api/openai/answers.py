@@ -12,9 +12,9 @@ from msgspec import UNSET
 from redline.api.body import encode
 from redline.api.gateway import Batch, Generation
 from redline.api.openai.protocol import (
-    CalledFunction,
     ChatChoice,
     ChatCompletion,
+    ChatFunction,
     ChatLogprobs,
     ChatMessage,
     ChatToolCall,
@@ -151,7 +151,7 @@ def _message(choice: ChoiceOutput, reasoning_field: str) -> ChatMessage:
         setattr(message, reasoning_field, thought)
     if choice.calls:
         message.tool_calls = [
-            ChatToolCall(id=call.id, function=CalledFunction(call.name, "".join(arguments)))
+            ChatToolCall(id=call.id, function=ChatFunction(call.name, "".join(arguments)))
             for call, arguments in choice.calls
         ]
     return message

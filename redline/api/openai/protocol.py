@@ -66,7 +66,7 @@ class PromptLogprob(ResponseBody):
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]  # per prompt token, by token id
 
 
-class CalledFunction(ResponseBody):
+class ChatFunction(ResponseBody):
     name: str
     arguments: str
 
@@ -74,7 +74,7 @@ class CalledFunction(ResponseBody):
 class ChatToolCall(ResponseBody, kw_only=True):
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: ChatFunction
 
 
 class ChatMessage(ResponseBody, kw_only=True):
