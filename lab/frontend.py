@@ -32,10 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lab.program import output, program
 from redline import clock
-from redline.api.app import STREAM_START, create_app
+from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway.gateway import Gateway
 from redline.api.gateway.generation import ChoiceDelta
+from redline.api.handlers import STREAM_START
 from redline.api.http.server import uvicorn_config
 from redline.api.http.stream_flusher import DIRECT, ImmediateWriter
 from redline.api.openai.requests import Streaming

@@ -35,7 +35,7 @@ def tiers_of(engine: EngineCore) -> Tiers:
 
 
 def tier(engine: EngineCore, name: Tier) -> TierLoad:
-    return next(one for one in tiers_of(engine).load() if one.name == name)
+    return next(one for one in tiers_of(engine).figures() if one.name == name)
 
 
 def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, Answer]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from redline import clock
 from redline.api.admin import worker_of
@@ -61,7 +62,7 @@ class AdminAggregator:
             },
             "running": sum(said["running"] for said in answers),
             "workers": {
-                link.name: {**worker_of(links, link), "jobs": sum(_jobs(said, link.name) for said in answers)}
+                link.name: replace(worker_of(links, link), jobs=sum(_jobs(said, link.name) for said in answers))
                 for link in links
             },
             "sla": _promises(answers),

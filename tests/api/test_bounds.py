@@ -410,10 +410,10 @@ async def test_a_server_that_stops_ends_the_requests_of_those_who_leave_too() ->
 async def test_a_large_answer_is_written_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str
 ) -> None:
-    import redline.api.app as app
+    import redline.api.handlers as handlers
     import redline.api.openai.dialects as dialects
 
-    owner: Any = app if path in ("/tokenize", "/detokenize") else dialects
+    owner: Any = handlers if path in ("/tokenize", "/detokenize") else dialects
     *owners, last = name.split(".")
     for one in owners:
         owner = getattr(owner, one)
@@ -447,7 +447,7 @@ async def test_a_large_answer_leaves_in_parts() -> None:
 async def test_an_answer_of_whole_parts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"tokens":[65,66]}'
     async with World(answer("a")) as world:
-        monkeypatch.setattr("redline.api.app.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
+        monkeypatch.setattr("redline.api.handlers.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
         visitor = Visitor(world, body, "/detokenize")
         await visitor.task
     assert [part["more_body"] for part in visitor.sent[1:]] == [True, True, False]

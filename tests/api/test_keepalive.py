@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.types import Message
 
-from redline.api.app import KEEPALIVE_S, REFUSAL_S
 from redline.api.config import Limits
+from redline.api.handlers import KEEPALIVE_S, REFUSAL_S
 from redline.messages.delta import Delta
 from tests.api.sockets import ASYNCIO, Client, serving
 from tests.api.test_anthropic import client_of

@@ -219,11 +219,16 @@ def changed(pages: Sequence[int]) -> list[Changed]:
 
 def test_our_own_events_lead_to_what_our_own_news_would() -> None:
     said, followed = Said(), Followed()
-    events = PageEvents(said, 3, clock=lambda: 2.5)
-    events.tell([])
-    events.tell(changed([0, 1, 2]))
-    events.tell([Changed(PAGES[2], there=False), Changed(PAGES[1], there=False), *changed([1])])
-    events.close()
+    news = [
+        [],
+        changed([0, 1, 2]),
+        [Changed(PAGES[2], there=False), Changed(PAGES[1], there=False), *changed([1])],
+    ]
+    changes = iter(news)
+    events = PageEvents(lambda: next(changes), said, 3, clock=lambda: 2.5)
+    for _ in news:
+        events.work()
+    events.stop()
     read = [decode_batch(data) for data in said.batches]
     assert [(len(each.events), each.worker, each.at) for each in read] == [
         (1, 3, 2.5), (1, 3, 2.5), (2, 3, 2.5), (1, 3, 2.5),

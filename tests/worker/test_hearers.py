@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
 import msgspec
 import pytest
+from redline.worker.cache_reports import CacheReports
+from redline.worker.service import Service
 
 from redline.messages.channel import MemoryChannel
 from redline.messages.codec import Wire
@@ -64,9 +65,7 @@ class Worker:
     start.
     """
 
-    def __init__(
-        self, runner: Any, said: Sequence[Wire] = (), exchange: Any = None, trace: Trace | None = None
-    ) -> None:
+    def __init__(self, runner: FakeRunner, said: Sequence[Wire] = (), services: Sequence[Service] = ()) -> None:
         self.runner = runner
         self.inbox = MemoryChannel()
         for message in said:
@@ -78,8 +77,8 @@ class Worker:
         self.pulse = LoopStatus()
         hearers = DeltaRouter(self.channels[""], lambda address: self.channels[address])
         hearers.put(READY)
-        arguments = [self.planner, runner, self.inbox, hearers, trace, self.pulse, exchange]
-        self.thread = threading.Thread(target=lead, args=arguments, kwargs={"tells_cache": True, "record": False})
+        arguments = [self.planner, runner, self.inbox, hearers, [*services, CacheReports(self.planner, hearers)]]
+        self.thread = threading.Thread(target=lead, args=arguments, kwargs={"pulse": self.pulse, "record": False})
         self.thread.start()
 
     def of(self, name: str, kind: type[Any]) -> list[Any]:
@@ -94,8 +93,8 @@ class Worker:
 
 
 @contextmanager
-def worker(said: Sequence[Wire] = (), exchange: Any = None) -> Iterator[Worker]:
-    with ended(Worker(FakeRunner(32, CONFIG), said, exchange)) as it:
+def worker(said: Sequence[Wire] = (), services: Sequence[Service] = ()) -> Iterator[Worker]:
+    with ended(Worker(FakeRunner(32, CONFIG), said, services)) as it:
         yield it
 
 
@@ -105,7 +104,7 @@ def held_worker(*said: Wire, trace: Trace | None = None) -> Iterator[Worker]:
     it.
     """
     runner = Held()
-    with ended(Worker(runner, said, trace=trace)) as it:
+    with ended(Worker(runner, said, [] if trace is None else [trace])) as it:
         try:
             yield it
         finally:
@@ -226,13 +225,22 @@ def test_prompts_that_are_computed_for_the_jobs_of_a_replica_that_has_ended_are_
     asked: list[str] = []
     given_up: list[str] = []
     out = {JobId("out"): job_of("a", "out")}
-    exchange = SimpleNamespace(
-        idle=True, changes=0, counts={}, chunks=0, leaves=False, due_in=lambda: None, work=list,
-        keep=lambda deltas: deltas, abort=given_up.append, prefill=lambda message: asked.append(message.job.id) or [],
-        computes_for=lambda replica: [id for id, job in out.items() if job.replica == replica],
-    )  # fmt: skip
+
+    class Prefills(Service):
+        def hear(self, message: Wire) -> list[Delta] | None:
+            if not isinstance(message, Prefill):
+                return None
+            asked.append(message.job.id)
+            return []
+
+        def jobs_of(self, replica: str) -> list[JobId]:
+            return [id for id, job in out.items() if job.replica == replica]
+
+        def abort(self, id: JobId) -> None:
+            given_up.append(id)
+
     other = PagesFrom(worker="decode", epoch=1, inbox="")
-    with worker(exchange=cast("Any", exchange)) as it:
+    with worker(services=[Prefills()]) as it:
         it.inbox.put(replicas("a", "b"))
         it.inbox.put(Prefill(job=job_of("a", "out"), to=other))
         it.inbox.put(replicas("b"))

@@ -7,11 +7,11 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 import torch
+from redline.worker.service import Service
 
 from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
@@ -27,7 +27,6 @@ from redline.run.layer_marks import Meanwhile
 from redline.scheduler.planner import PlanConfig, Planner
 from redline.worker import loop
 from redline.worker.heartbeat import LoopStatus
-from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import COMPILES_S, StepInFlight, lead, turn
 from redline.worker.trace import Trace
 from tests.clocks import FakeClock
@@ -172,14 +171,10 @@ class Watched(FakeRunner):
         return Pending(super().launch(step).result)
 
 
-class Departing:
+class Departing(Service):
     """Replaces a worker's KV transfers: the prompt of one job is sent while it is computed, and the messages in `said`
     are put into the inbox after the third layer.
     """
-
-    counts: ClassVar[dict[str, int]] = {}
-    chunks = 0
-    idle, changes = True, 0
 
     def __init__(self, planner: Planner, inbox: MemoryChannel, job: JobId, said: Sequence[Wire]) -> None:
         self._planner, self._inbox, self._job, self._said = planner, inbox, job, said
@@ -195,17 +190,11 @@ class Departing:
             for message in self._said:
                 self._inbox.put(message)
 
-    def hear(self, message: Wire) -> None:
+    def hear(self, message: Wire) -> list[Delta] | None:
+        if isinstance(message, Job):
+            return None
         self.done.append(type(message).__name__)
-
-    def keep(self, deltas: list[Delta]) -> list[Delta]:
-        return deltas
-
-    def work(self) -> list[Delta]:
         return []
-
-    def due_in(self) -> float | None:
-        return None
 
     def abort(self, id: JobId) -> None:
         self.done.append(f"abort {id}")
@@ -225,7 +214,7 @@ def test_readers_are_heard_while_a_step_is_watched_and_all_others_behind_it() ->
     ]
     departing = Departing(planner, inbox, JobId("first"), said)
     inbox.put(first)
-    lead(planner, Watched(32, CONFIG), inbox, outbox, exchange=cast("KvTransferManager", departing))
+    lead(planner, Watched(32, CONFIG), inbox, outbox, [departing])
     assert departing.done[:5] == [1, 2, 3, "ChunkAck", "PullRequest"]
     assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "WorkerDown", "abort nobody"], "decode steps must not be watched"
     ended = {message.job for message in outbox.drain(wait=False) if isinstance(message, Delta) and message.finish}
@@ -481,7 +470,7 @@ def test_a_trace_has_a_line_for_each_job_that_ended(tmp_path: Path):
     for job in jobs:
         inbox.put(job)
     planner = Planner(32, config, MAX_MODEL_LEN, hash_page)
-    thread = threading.Thread(target=lead, args=[planner, FakeRunner(32, config), inbox, outbox, trace])
+    thread = threading.Thread(target=lead, args=[planner, FakeRunner(32, config), inbox, outbox, [trace]])
     thread.start()
     ended = 0
     while ended < 3:
@@ -592,20 +581,31 @@ def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
 def test_a_worker_with_transfers_captures_every_shape_and_sends_its_load_before_it_waits_for_ever() -> None:
     """The end of a lease does not change the planner, but must be published within LOAD_INTERVAL_S of the last load."""
     now, outbox, turns = FakeClock(), MemoryChannel(), itertools.count()
-    exchange = SimpleNamespace(
-        idle=False, changes=0, counts={}, chunks=1, leaves=False, keep=lambda deltas: deltas, abort=lambda _: None
-    )
 
-    def work() -> list[Delta]:
-        if next(turns) == 2:
-            exchange.idle, exchange.chunks = True, 0
-        return []
+    class Lends(Service):
+        """Lends one chunk until its third iteration."""
 
-    exchange.work, exchange.due_in = work, lambda: None if exchange.idle else 0.05
+        chunks = 1
+
+        @property
+        def idle(self) -> bool:
+            return not self.chunks
+
+        def due_in(self) -> float | None:
+            return None if self.idle else 0.05
+
+        def settled(self, deltas: list[Delta]) -> list[Delta]:
+            if next(turns) == 2:
+                self.chunks = 0
+            return deltas
+
+        def load(self, load: Load) -> Load:
+            return msgspec.structs.replace(load, kv_chunks=self.chunks)
+
     runner = FakeRunner(32, CONFIG, more=[Shape(1, 1, 256), Shape(2, 1, 256), Shape(3, 1, 256)])
     planner, inbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), Rests(now, [], then=[Ping(number=1)])
     with now.installed():
-        lead(planner, runner, inbox, outbox, exchange=cast("Any", exchange))
+        lead(planner, runner, inbox, outbox, [Lends()])
     sent = outbox.drain(wait=False)
     assert [one.kv_chunks for one in sent[: sent.index(Ping(number=1))] if isinstance(one, Load)] == [1, 0]
     assert not runner.more
@@ -675,20 +675,9 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
     config = PlanConfig(step_tokens=64, max_running=1)
     planner = Planner(16, config, 512, hash_page)
     inbox, outbox = MemoryChannel(), MemoryChannel()
-    exchange = SimpleNamespace(
-        idle=True,
-        changes=0,
-        counts={},
-        chunks=0,
-        leaves=False,
-        due_in=lambda: None,
-        work=list,
-        keep=lambda deltas: deltas,
-        abort=lambda _: None,
-    )
     for name in "ab":
         inbox.put(make_job(name, PROMPT[:60], max_tokens=1))
-    arguments = (planner, FakeRunner(16, config), inbox, outbox, None, None, cast("Any", exchange))
+    arguments = (planner, FakeRunner(16, config), inbox, outbox, [Service()])
     thread = threading.Thread(target=lead, args=arguments, kwargs={"record": False})
     thread.start()
     ended: list[str] = []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from redline import clock as real_clock
 from redline.chat.hashing import make_job as hashed_job
 from redline.kernels.cpu import native
 from redline.kernels.cpu.best import best
@@ -25,7 +26,7 @@ from redline.worker import loop
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 from redline.worker.loop import lead
-from redline.worker.profile import Profiling, Spans
+from redline.worker.profile import Profiles, Profiling, Spans
 from tests.clocks import FakeClock
 from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
@@ -45,7 +46,9 @@ class World:
         self.runner = Steady(32, CONFIG, clock, step_s=0.001)
         self.runner.begins = nobody
         with clock.installed():
-            lead(Planner(32, CONFIG, 400, hash_page), self.runner, Rests(clock, said, then), outbox)
+            planner = Planner(32, CONFIG, 400, hash_page)
+            profiles = Profiles(planner, self.runner, outbox, real_clock.monotonic_ns)
+            lead(planner, self.runner, Rests(clock, said, then), outbox, [profiles])
         self.told = outbox.drain(wait=False)
 
     def profile(self, number: int) -> tuple[list[Span], Profiled]:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.requests import (
     ABSENT,
     Item,
@@ -152,7 +152,7 @@ class _Messages(_Prompt, kw_only=True):
     stream: bool | None = None
 
 
-class MessagesRequest(Asked, frozen=True):
+class MessagesRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/messages."""
 
     name: str | None = None  # the client's model name
@@ -435,7 +435,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
         if not _is_function(tool):
             if not is_absent(tool.input_schema):
                 raise RequestError(f"a tool with a schema needs type custom, not {tool.type}", f"tools[{index}].type")
-            continue  # ignored: see Asked.left_out
+            continue  # ignored: see ParsedRequest.left_out
         if tool.name is None:
             raise RequestError("a tool needs its name", f"tools[{index}].name")
         schema = None if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)

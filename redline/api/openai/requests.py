@@ -20,7 +20,7 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.constraints import of_response_format, of_structured_outputs
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -401,13 +401,13 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 # -- Parsing a request ----------------------------------------------------------------------------------------------
 
 
-class ChatRequest(Asked, frozen=True):
+class ChatRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/chat/completions."""
 
     reasoning_field: str = "reasoning_content"
 
 
-class CompletionRequest(Asked, frozen=True):
+class CompletionRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/completions."""
 
 
@@ -970,7 +970,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
                 raise RequestError(
                     f"a tool with a function must have type function, not {tool.type}", f"tools[{index}].type"
                 )
-            continue  # ignored: see Asked.left_out
+            continue  # ignored: see ParsedRequest.left_out
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"

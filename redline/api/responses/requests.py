@@ -16,7 +16,7 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.requests import (
     ABSENT,
     CHOICE_BYTES,
@@ -134,7 +134,7 @@ class _Responses(_Prompt, kw_only=True):
     top_logprobs: int | None = None
 
 
-class ResponsesRequest(Asked, frozen=True):
+class ResponsesRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/responses, with the fields that the response repeats."""
 
     said: tuple[Message, ...] = ()  # the conversation without the instructions, which apply to one response only
