@@ -38,7 +38,7 @@ class Flag:
         check: Check | None = None,
         hidden: bool = False,
     ) -> None:
-        self.names, self.check = names, check
+        self.names, self.check, self.metavar = names, check, metavar
         self.shown: dict[str, Any] = {
             "metavar": metavar, "rich_help_panel": panel, "envvar": envvar, "hidden": hidden,
         }  # fmt: skip
@@ -133,7 +133,7 @@ def _declared(name: str, extras: list[Any], number: str) -> tuple[Any, str, str]
         shown["callback"] = _callback(check)
     if isinstance(flag, Argument):
         shown.setdefault("metavar", name.upper())
-        return typer.Argument(**shown), flag.shown["metavar"] or name.upper(), bounds
+        return typer.Argument(**shown), flag.metavar or name.upper(), bounds
     names = flag.names or (f"--{name.rstrip('_').replace('_', '-')}",)  # named, a bool has no --no-name
     return typer.Option(*names, **shown), names[0].partition("/")[0], bounds
 

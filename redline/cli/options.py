@@ -8,12 +8,9 @@ from msgspec import Meta
 
 from redline.cli.flags import Argument, Flag
 from redline.folder import check_drafter, check_model
+from redline.worker import config
 
-SYNTHETIC = (
-    "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
-    "share of rounds in which the first 1, 2, 3 drafts are all accepted; 2.88: the mean tokens per round. Answers are "
-    "not the model's, so the server listens on localhost only. Default: real verification."
-)
+SYNTHETIC = f"{config.SYNTHETIC} Default: real verification."
 
 
 def model(context: typer.Context, folder: Path | None) -> Path | None:

@@ -9,12 +9,7 @@ from msgspec import Meta
 
 from redline.cli.bench import app as bench
 from redline.cli.console import plain_console
-from redline.cli.deploy import (
-    ManifestsFlags,
-    manifests,
-    serve,
-    show_config,
-)
+from redline.cli.deploy import DeploymentFlags, ManifestsFlags, manifests, serve, show_config
 from redline.cli.draft import app as draft
 from redline.cli.flags import Argument, AtLeast1, Flag, verb
 from redline.cli.options import ModelFolder
@@ -59,8 +54,8 @@ def program(
 verb(app, "quantize", QuantizeFlags)(quantize)
 verb(app, "audit", AuditConfig)(audit)
 verb(app, "verify", VerifyFlags)(verify)
-app.command()(serve)
-app.command(name="config")(show_config)
+verb(app, "serve", DeploymentFlags)(serve)
+verb(app, "config", DeploymentFlags)(show_config)
 verb(app, "manifests", ManifestsFlags)(manifests)
 verb(app, "simulate", SimulateConfig)(simulate)
 
