@@ -41,7 +41,7 @@ from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.policy.floor import StepFloor
 from redline.policy.forecast import StepForecast
-from redline.run.fit import Layout, Sizes, fit, in_steps
+from redline.run.fit import Layout, MemorySizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
@@ -55,7 +55,7 @@ from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import lead
-from redline.worker.profile import Profiles
+from redline.worker.profile import ProfileService
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
@@ -246,7 +246,7 @@ class EngineCore:
         Raises WorkerLost if no further step should be tried.
         """
         own = [service for service in (self.trace, self.tiers) if service is not None]
-        profiles = Profiles(self.planner, self.runner, outbox, clock.monotonic_ns)
+        profiles = ProfileService(self.planner, self.runner, outbox, clock.monotonic_ns)
         try:
             with torch.inference_mode():
                 everything = [*own, *services, profiles]
@@ -596,9 +596,9 @@ def sizes_of(
     kv_dtype: torch.dtype,
     free: int,
     drafter: Eagle3 | None = None,
-) -> Sizes:
+) -> MemorySizes:
     """The figures that determine an engine's memory use (`run.fit`). free: bytes of memory that are free."""
-    sizes = Sizes(
+    sizes = MemorySizes(
         model,
         kv_dtype,
         step_tokens=config.step_tokens or min(STEP_TOKENS[device.type]),
