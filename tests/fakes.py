@@ -20,7 +20,8 @@ from redline.messages.news import Stop
 from redline.messages.step import Begin, CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 from redline.policy.costs import StepCosts
 from redline.run.layer_marks import Meanwhile
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.scheduler.prefill_budget import Forecast
 from redline.scheduler.speculation import MOST_FORCED
 from tests.clocks import FakeClock

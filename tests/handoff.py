@@ -13,15 +13,15 @@ from redline.messages.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
 from redline.messages.job import Job, PagesFrom
 from redline.messages.step import Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending
+from redline.run.pending import Pending
 from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.worker.engine import EngineCore
 from redline.worker.kv_transfer import KvTransferManager
-from redline.worker.loop import StepInFlight, turn
 from redline.worker.parcel_memory import HostParcels
-from redline.worker.ports import Runner
+from redline.worker.ports import StepLauncher
 from redline.worker.transfer_paths import Carrier
+from redline.worker.turn import StepInFlight, turn
 from tests.tiny_model import Answer, joined
 
 
@@ -89,7 +89,7 @@ class Side:
     ) -> None:
         """layered: the worker's steps are watched."""
         self.engine = engine
-        self.runner: Runner = Layered(engine) if layered else engine.runner
+        self.runner: StepLauncher = Layered(engine) if layered else engine.runner
         self.box = boxes.setdefault(name, Box())
         self.name = name
         self.exchange: KvTransferManager = engine.exchange(
@@ -127,9 +127,9 @@ class Side:
                 case Job(pages_from=None):
                     told += self.engine.planner.submit(message)
                 case Job():
-                    told += self.exchange.expect(message)
+                    told += self.exchange.hear(message) or []
                 case Prefill():
-                    told += self.exchange.prefill(message)
+                    told += self.exchange.hear(message) or []
                 case _ if type(message).__name__ == "Abort":
                     self.exchange.abort(message.job)  # type: ignore[union-attr]
                     told += self.engine.planner.abort(message.job)  # type: ignore[union-attr]
@@ -141,7 +141,7 @@ class Side:
             self.flight,
             meanwhile=lambda: self._depart if self.exchange.leaves else None,
         )
-        told += self.exchange.keep(settled) + self.exchange.work()
+        told += self.exchange.settled(settled)
         self.engine.planner.check()
         self.exchange.check()
         return told

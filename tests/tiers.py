@@ -9,10 +9,10 @@ import torch
 from redline.messages.delta import Delta
 from redline.messages.job import Job
 from redline.messages.news import TierLoad
-from redline.run.tiers.store import Tier
+from redline.run.tiers.tables import Tier
 from redline.worker.engine import EngineCore
-from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers
+from redline.worker.turn import StepInFlight, turn
 from tests.tiny_model import Answer, joined, open_engine, tiny_model
 
 WAIT_S = 120.0  # timeout for the store's thread
@@ -68,5 +68,5 @@ def close(engine: EngineCore) -> None:
     """Close the engine, as a worker does at Stop."""
     engine.planner.abort_all()
     engine.planner.check()
-    tiers_of(engine).close()
+    tiers_of(engine).stop()
     engine.runner.close()

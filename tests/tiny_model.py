@@ -22,10 +22,9 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, load
 from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
-from redline.scheduler.planner import _is_compiled
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import EngineCore, Loaded
-from redline.worker.loop import StepInFlight, turn
+from redline.worker.turn import StepInFlight, turn
 from tests.waiting import until
 
 FINGERPRINT = "tiny"
@@ -132,7 +131,7 @@ def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, 
         told: list[Delta] = []
         if arriving and turns % every == 0:
             told = [delta for job in arriving.pop(0) for delta in engine.planner.submit(job)]
-            until(lambda: all(_is_compiled(job) for job in engine.planner._jobs.values()))
+            until(lambda: all(job.is_compiled for job in engine.planner._table.jobs.values()))
         flight, settled = turn(engine.planner, engine.runner, flight)
         for delta in told + settled:
             deltas[delta.job].append(delta)

@@ -39,7 +39,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
 from redline.policy.synthetic import GOLDEN
-from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
+from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, MemorySizes, fit
 
 LABEL = 17  # columns of a line's label
 WIDEST = 120
@@ -138,7 +138,7 @@ def would_do(config: K2Config) -> str:
     return ", ".join(one.name for one in found if one is not None) or "no machine known here"
 
 
-def capacity(sizes: Sizes, memory: int) -> int:
+def capacity(sizes: MemorySizes, memory: int) -> int:
     """The tokens of context that fit into all the remaining memory."""
     try:
         length = fit(sizes, memory, alone=True).max_model_len
@@ -158,8 +158,8 @@ def _machine(on: Several) -> Lines:
     yield "words", MARKS
 
 
-def _sizes(config: K2Config, on: Several, kv_dtype: str, drafter: Eagle3Config | None = None) -> Sizes:
-    return Sizes(
+def _sizes(config: K2Config, on: Several, kv_dtype: str, drafter: Eagle3Config | None = None) -> MemorySizes:
+    return MemorySizes(
         config, kv_dtype=KV_DTYPES[kv_dtype], device="cuda", gpu_kernels=True, ranks=on.count,
         positions=1 if drafter is None else 1 + MOST_DRAFTS, drafter=drafter,
         drafter_parameters=0 if drafter is None else drafter_weights(drafter),
@@ -217,7 +217,7 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
     return f", of which a rank holds {_gb(2 * held)}" if ranks > 1 else ""
 
 
-def _pages(sizes: Sizes, memory: int) -> str:
+def _pages(sizes: MemorySizes, memory: int) -> str:
     """The tokens of context that fit into all the remaining memory, as one line."""
     tokens = capacity(sizes, memory)
     if not tokens:
@@ -231,7 +231,7 @@ def _pages(sizes: Sizes, memory: int) -> str:
     )
 
 
-def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
+def _does_not_fit(config: K2Config, sizes: MemorySizes, memory: int) -> str:
     needs = sizes.needs(PAGE_TOKENS)
     return (
         f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {would_do(config)} would do. "

@@ -15,7 +15,7 @@ from redline.api.telemetry.metrics import EXPOSED_S
 from redline.api.telemetry.metrics_aggregator import MetricsAggregator, packed
 from redline.deploy.fleet import Fleet, ReplicaStart
 from redline.messages.news import Role
-from redline.messages.replicas import Ask, Told
+from redline.messages.replicas import ReplicaQuery, ReplicaReply
 
 SUPERVISOR = "supervisor"  # replica name under which the supervisor's own metrics are merged
 
@@ -135,15 +135,15 @@ class AdminAggregator:
         """A replica's start has ended; its counters stay in the sums."""
         self._summed.ended(of)
 
-    def answer(self, start: ReplicaStart, ask: Ask) -> None:
+    def answer(self, start: ReplicaStart, ask: ReplicaQuery) -> None:
         """Answer a replica's query."""
         self._keep(asyncio.create_task(self._told(start, ask)))
 
-    async def _told(self, start: ReplicaStart, ask: Ask) -> None:
+    async def _told(self, start: ReplicaStart, ask: ReplicaQuery) -> None:
         assert ask.what == "metrics", f"no replica asks for {ask.what}"
         text = await self.scrape()
         if start.name in self._fleet.replicas:  # the replica may have ended while metrics were collected
-            start.outbox.put(Told(number=ask.number, body=text))
+            start.outbox.put(ReplicaReply(number=ask.number, body=text))
 
     async def _reload(self) -> None:
         await self.reload()

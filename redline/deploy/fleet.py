@@ -16,7 +16,7 @@ from redline.deploy.questions import Questions
 from redline.messages.channel import Outbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.news import Failed, Heartbeat, Load, Missed, Ready, Role
-from redline.messages.replicas import Ask, Drain, Replica, Replicas, Roster, Start, Told, Use
+from redline.messages.replicas import Drain, Replica, ReplicaQuery, ReplicaReply, Replicas, Roster, Start, Use
 from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 
 AGAIN_S = 1.0  # before the list of replicas is sent again to a worker that a replica has not received messages from
@@ -53,7 +53,7 @@ class Fleet:
         self,
         metrics: Metrics,
         sockets: Path,
-        answer: Callable[["ReplicaStart", Ask], None] = lambda _, __: None,
+        answer: Callable[["ReplicaStart", ReplicaQuery], None] = lambda _, __: None,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """metrics: counts what workers report. sockets: folder of the sockets between workers and replicas.
@@ -174,9 +174,9 @@ class Fleet:
             match message:
                 case Use():
                     self._use(start, message)
-                case Told():
+                case ReplicaReply():
                     self.questions.told(message)
-                case Ask():
+                case ReplicaQuery():
                     self._answer(start, message)
                 case Missed():
                     pass  # heartbeats are repeated, and queries are retried

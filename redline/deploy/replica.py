@@ -37,7 +37,7 @@ from redline.deploy.questions import Questions
 from redline.messages.base import Record
 from redline.messages.channel import AsyncSocketInbox, SocketOutbox
 from redline.messages.news import Missed, Stop
-from redline.messages.replicas import Ask, AtWorker, Drain, OfKey, Roster, Start, Told, Use
+from redline.messages.replicas import AtWorker, Drain, OfKey, ReplicaQuery, ReplicaReply, Roster, Start, Use
 from redline.router.worker_registry import WorkerHandle
 
 SWITCH_S = 0.0005  # interpreter switch interval: the event loop waits at most this long for a thread that tokenizes
@@ -147,12 +147,12 @@ class _Replica:
                         self._follow(message)
                     case Use():
                         self._other(message)
-                    case Ask():
+                    case ReplicaQuery():
                         if message.what == "reload":  # a task of its own, since it reads a file
                             self._keep(asyncio.create_task(self._reload(message)))
                         else:
-                            self._outbox.put(Told(number=message.number, body=self._answer(message)))
-                    case Told():
+                            self._outbox.put(ReplicaReply(number=message.number, body=self._answer(message)))
+                    case ReplicaReply():
                         self._questions.told(message)
                     case Drain():
                         self._front.edge.draining = message.reason
@@ -208,7 +208,7 @@ class _Replica:
                 if (account := keyring.accounts.get(of_key.name)) is not None:
                     account.heard(use.replica, of_key)
 
-    def _answer(self, ask: Ask) -> bytes:
+    def _answer(self, ask: ReplicaQuery) -> bytes:
         gateway, edge = self._front.gateway, self._front.edge
         match ask.what:
             case "metrics":
@@ -220,9 +220,9 @@ class _Replica:
             case "reload":
                 raise AssertionError("it is answered once the file has been read")
 
-    async def _reload(self, ask: Ask) -> None:
+    async def _reload(self, ask: ReplicaQuery) -> None:
         said = await self._front.edge.reload()
-        self._outbox.put(Told(number=ask.number, body=said.encode()))
+        self._outbox.put(ReplicaReply(number=ask.number, body=said.encode()))
 
     # -- to the supervisor
 

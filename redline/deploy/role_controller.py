@@ -32,9 +32,9 @@ from redline.errors import RedlineError
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.news import Load, Ready, Role
 from redline.policy.count import NEWEST, rising, role_of_another
-from redline.policy.expected import Asked, Predicted, Roles, Traffic, WorkerModel
+from redline.policy.expected import PredictedGoodput, RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work
-from redline.policy.roles import Choice, Fleet, best_roles, choose_roles, predict_roles, settled, splits_to_try
+from redline.policy.roles import FleetRoles, RoleChoice, best_roles, choose_roles, predict_roles, settled, splits_to_try
 from redline.policy.steps import StepModel, StepTimeFit, on_the_mean
 from redline.router.roles import STAY_S, can_answer
 from redline.router.worker_registry import MOVE_S, WorkerHandle
@@ -63,8 +63,8 @@ class Decision(NamedTuple):
     worker: str | None = None
     role: Role | None = None
     does: Literal["turns", "starts", "ends"] | None = None
-    now: Predicted | None = None
-    expected: Predicted | None = None
+    now: PredictedGoodput | None = None
+    expected: PredictedGoodput | None = None
     wanted: int | None = None
 
     def told(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Steering:
         self._tried_at = -math.inf  # time of the last replay in which no other split was better
         self._said = 0, 0  # direction of the wanted change, and the number of evaluations in a row that gave it
         self._goal: Decision | None = None  # the decision that is being carried out, one worker after the other
-        self._weighed: tuple[Traffic, Fleet] | None = None  # input of the last evaluation that predicted anything
+        self._weighed: tuple[Traffic, FleetRoles] | None = None  # input of the last evaluation that predicted anything
         gateway.monitor.on_load = self.measured.hear
         gateway.history.start()
 
@@ -240,7 +240,7 @@ class Steering:
             return Decision(clock.now(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
 
-    async def _try(self, choice: Choice) -> tuple[Choice, str | None]:
+    async def _try(self, choice: RoleChoice) -> tuple[RoleChoice, str | None]:
         """Replay the present and other roles. Returns (the choice, the reason why no role can change now, or None)."""
         assert self._weighed is not None, "`_choose` sets it"
         traffic, fleet = self._weighed
@@ -254,7 +254,7 @@ class Steering:
         if (rest_s := self._tried_at + self._config.rest_s - self._clock()) > 0:
             return stays, f"roles were simulated recently; the next simulation is in {rest_s:.0f} s"
         left = self._gateway.history.remaining(self._gateway.requests.records)
-        traffic = traffic._replace(under_way=[Asked(*each) for each in left])
+        traffic = traffic._replace(under_way=[RequestTokens(*each) for each in left])
         try:
             shares = await tried(traffic, fleet, self._targets, splits)
         except RedlineError as error:
@@ -290,7 +290,7 @@ class Steering:
             return f"{came} requests arrived in {window_s:g} s; at least {LEAST_REQUESTS} are needed"
         return None
 
-    def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
+    def _asked(self) -> tuple[Traffic, FleetRoles, Sequence[tuple[Work, float]]] | str:
         """The input of an evaluation: traffic, workers and measured steps; or the reason why there is none."""
         able = self._able()
         window_s, lately = self._config.window_s, self._gateway.history
@@ -299,15 +299,15 @@ class Steering:
             return "no worker is ready" if not able else f"no request arrived in {window_s:g} s"
         if not self.measured.enough:
             return "no steps with prefill, or no decode-only steps, have been measured yet"
-        asked = [Asked(*each) for each in lengths]
+        asked = [RequestTokens(*each) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
         newest_s, rate = NEWEST * window_s, lately.rate(window_s)
         peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
-        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
+        fleet = FleetRoles(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
         return Traffic(rate, asked), fleet, self.measured.steps
 
-    def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
+    def _choose(self, traffic: Traffic, fleet: FleetRoles, steps: Sequence[tuple[Work, float]]) -> RoleChoice:
         experts_of, experts_chosen = fleet.model.steps.experts_of, fleet.model.steps.experts_chosen
         fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
         for work, ms in steps:
@@ -318,7 +318,7 @@ class Steering:
 
     # -- changes
 
-    def _decide(self, choice: Choice) -> Decision:
+    def _decide(self, choice: RoleChoice) -> Decision:
         seen = Decision(clock.now(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
         able = self._able()
         way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
@@ -367,7 +367,7 @@ class Steering:
             expected=expected or seen.expected,
         )  # fmt: skip
 
-    async def _with(self, workers: int, apart: bool) -> Predicted | None:
+    async def _with(self, workers: int, apart: bool) -> PredictedGoodput | None:
         """Prediction for `workers` workers with the best roles, or, without `apart`, with all of role "both"; None if
         nothing was evaluated yet."""
         if self._weighed is None or workers < 1:
@@ -412,7 +412,7 @@ def _told_weighed(traffic: Traffic, steps: StepModel) -> dict[str, Any]:
     }
 
 
-def _told(predicted: Predicted) -> dict[str, Any]:
+def _told(predicted: PredictedGoodput) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return round(value, 4) if math.isfinite(value) else None
 

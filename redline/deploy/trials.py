@@ -11,7 +11,7 @@ import msgspec
 
 from redline.errors import RedlineError
 from redline.policy.expected import Roles, Traffic
-from redline.policy.roles import Fleet
+from redline.policy.roles import FleetRoles
 from redline.policy.targets import Targets
 from redline.simulate.trial import Trial
 
@@ -19,7 +19,7 @@ LONGEST_S = 60.0  # timeout for all splits; on a core of its own the process nee
 
 
 async def tried(
-    traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], splits: Sequence[Roles]
+    traffic: Traffic, fleet: FleetRoles, targets: Mapping[str, Targets], splits: Sequence[Roles]
 ) -> dict[Roles, float]:
     """The share of recent requests that would meet their SLO targets with each split (`simulate.fleet.tried`).
 

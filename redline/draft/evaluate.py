@@ -43,7 +43,7 @@ from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
-from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
+from redline.worker.acceptance import DraftRound, Spoken, acceptance_length, by_position, perfect, spoken
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
@@ -301,7 +301,7 @@ def _measure(
 
 def _pooled(answers: Sequence[Spoken], k: int, mode: Mode, seed: int) -> list[Pooled]:
     """A list of one; empty if there is no round."""
-    by_prompt: dict[str, list[Round]] = defaultdict(list)
+    by_prompt: dict[str, list[DraftRound]] = defaultdict(list)
     for answer in answers:  # in sampled mode a prompt may occur several times
         by_prompt[answer.id] += answer.rounds
     length = acceptance_length(list(by_prompt.values()), seed)
@@ -327,7 +327,7 @@ def _beside(
     """one-hot ceiling, predicted length, predicted acceptance of first drafts, the engine's over the same rounds."""
     if mode == "greedy":
         found = offline(answers, Serving("onehot", 0.0, own=True), k)
-        foretold = acceptance_length([[Round(*one) for one in walk(scores, k)] for scores in found]).mean
+        foretold = acceptance_length([[DraftRound(*one) for one in walk(scores, k)] for scores in found]).mean
         ceiling = None
     else:
         found = offline(answers, Serving("sampled", config.temperature, config.top_p), k)

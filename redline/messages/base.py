@@ -19,7 +19,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
 
-class Message(Record, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+class WireMessage(Record, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """A record that is sent on its own, tagged with its class name. Fields at their defaults are not sent."""
 
 

@@ -2,7 +2,7 @@
 
 from typing import NewType
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 
 JobId = NewType("JobId", str)
 PageId = NewType("PageId", int)
@@ -69,7 +69,7 @@ class PagesFrom(Record, frozen=True):
     format: str = ""  # name of its parcels' format
 
 
-class Job(Message, frozen=True):
+class Job(WireMessage, frozen=True):
     """A request for the engine: a prompt to continue."""
 
     id: JobId
@@ -87,7 +87,7 @@ class Job(Message, frozen=True):
     replica: str = ""  # the API replica that sent the job and receives its deltas; empty: there is only one
 
 
-class Abort(Message, frozen=True):
+class Abort(WireMessage, frozen=True):
     """The client disconnected, or a stop string was found: end the job and release its pages."""
 
     job: JobId

@@ -1,4 +1,4 @@
-"""The scheduler's state of one job. Private to plan.
+"""The scheduler's state of one job. Private to the scheduler.
 
 The scheduler runs ahead of the results: `planned` and `length` describe launched steps, `generated` and `computed`
 settled ones. The difference is in the steps in flight. Draft tokens in flight are counted as accepted, so `planned` and
@@ -6,10 +6,20 @@ settled ones. The difference is in the steps in flight. Draft tokens in flight a
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from redline.messages.delta import Brought, Finish, Note
 from redline.messages.job import PAGE_TOKENS, Job, PageHash, PageId
 from redline.scheduler.notes import Pause, Rounds
+
+
+class Computed(NamedTuple):
+    """Progress of a prefill for another worker."""
+
+    positions: int  # [0, positions) are computed
+    pages: tuple[PageId, ...]
+    exact: bool  # the pages are bit-equal to those of a prefill
+    drafting: bool  # the drafter has read all computed positions
 
 
 class ActiveJob:
@@ -166,6 +176,31 @@ class ActiveJob:
         if self.rounds is not None and (finish or self.rounds.due):
             notes.append(self.rounds.told())
         return tuple(notes)
+
+    def accept(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
+        """Append new tokens up to the limit or to a stop id, which is the last token."""
+        accepted = tuple(tokens[: self.limit - self.known])
+        finish: Finish | None = None
+        if not self.stop_ids.isdisjoint(accepted):
+            first = next(n for n, token in enumerate(accepted, 1) if token in self.stop_ids)
+            accepted, finish = accepted[:first], "stop"
+        self.generated += accepted
+        return accepted, finish
+
+    def completed_by(self, tokens: Sequence[int]) -> bool:
+        """Whether the answer ends with these tokens: then an error of its grammar after them (it took too long) is
+        ignored, because it delays no other job."""
+        return bool(tokens) and (self.known + len(tokens) >= self.limit or not self.stop_ids.isdisjoint(tokens))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether no grammar has to be compiled before the job can start."""
+        return self.compiled is None or self.compiled()
+
+    def progress(self) -> Computed:
+        """What exists of a prefill for another worker."""
+        read = self.drafting and self.read >= self.computed
+        return Computed(min(self.computed, self.prompt), tuple(self.pages), self.exact, read)
 
     def leave(self) -> None:
         """Clear slot and pages, which the caller has released: the job will restart from its known tokens.

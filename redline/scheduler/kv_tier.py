@@ -27,7 +27,7 @@ class Lack(NamedTuple):
     drafted: bool  # only pages that the learned drafter has read can be used
 
 
-class Kept(NamedTuple):
+class PageFlags(NamedTuple):
     """Properties of a page's content, in any tier; see `PrefixCache.match`."""
 
     exact: bool
@@ -43,7 +43,7 @@ class KvTier(Protocol):
         ...
 
     def awaits(self, id: JobId, lack: Lack) -> bool:
-        """Whether a new job waits for pages from the tiers; if so, `Planner.compute_here` must follow."""
+        """Whether a new job waits for pages from the tiers; if so, `JobTransfers.compute_here` must follow."""
         ...
 
     def took(self, step: Step, seconds: float) -> None:
@@ -90,7 +90,7 @@ class TierReads:
         self._under_way.add(fetch)
         return fetch
 
-    def end(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
+    def end(self, fetch: Fetch, kept: Sequence[PageFlags]) -> None:
         """End a fetch: nothing writes to its pages any more. The first len(kept) pages are inserted into the prefix
         cache, the others become free. Raises KeyError for a fetch that has ended."""
         self._under_way.remove(fetch)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from redline.messages.news import Role
-from redline.policy.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
-from redline.policy.expected import Asked, Roles, Traffic, WorkerModel
+from redline.policy.count import NEWEST, Look, ScalingLimits, choose_count, forgotten, rising, role_of_another
+from redline.policy.expected import RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work, expanded_of, pairs_of
-from redline.policy.roles import Choice, best_roles, choose_roles, settled, splits_to_try
-from redline.policy.roles import Fleet as Chosen
+from redline.policy.roles import FleetRoles as Chosen
+from redline.policy.roles import RoleChoice, best_roles, choose_roles, settled, splits_to_try
 from redline.policy.targets import Targets
 from redline.router.latency_model import LatencyModel, PrefillShare
 from redline.router.placement import PlacementCandidate, PredictedPlacement, apart, beside, cheapest, predict
@@ -139,7 +139,7 @@ class Simulation:
         self._said = 0, 0  # more prefill workers (1) or fewer (-1), and the number of evaluations in a row that gave it
         self._changed_s = 0.0  # time of the last role change, or of the start of the run
         self._tried_s = -math.inf  # time of the last replay in which no other split was better
-        self._recent: deque[tuple[float, Asked]] = deque()
+        self._recent: deque[tuple[float, RequestTokens]] = deque()
         self._pool()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -175,7 +175,7 @@ class Simulation:
                 Ended(job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False)
             )
 
-    def learn(self, requests: Sequence[Asked]) -> None:
+    def learn(self, requests: Sequence[RequestTokens]) -> None:
         """Teach the router the prefill work and answer lengths of these requests, as if it had already routed them."""
         for each in requests[:LEARNT]:
             self._pace.stepped(_of_prompt(each.cached, max(1, each.uncached)), 0.0, 0.0)
@@ -243,7 +243,7 @@ class Simulation:
             room = self._caches.blocks - worker.outputs // BLOCK_TOKENS
             self._caches.use(worker.index, request.blocks, max(1, room))
         if self._setting.plan_s is not None:
-            self._recent.append((self.now, Asked(job.cached, job.work, job.output, job.of)))
+            self._recent.append((self.now, RequestTokens(job.cached, job.work, job.output, job.of)))
         computer.compute(job, self.now)
         self._push(computer)
 
@@ -392,16 +392,18 @@ class Simulation:
             self._looks.append(Look(self.now, choice.ample))
             self._count(setting.counted, traffic, fleet)
 
-    def _under_way(self) -> list[Asked]:
+    def _under_way(self) -> list[RequestTokens]:
         """Requests that have not ended, with what is left of them; of a running answer, half is assumed to be left."""
         return [
-            Asked(job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of)
+            RequestTokens(
+                job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of
+            )
             for job in self._open.values()
         ]
 
     def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
         """Start or stop one worker if the number that runs differs from the number wanted (as `autoscaler.py`)."""
-        limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
+        limits = ScalingLimits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)
         count = choose_count(self._looks, running, limits, self.now)
@@ -445,7 +447,7 @@ class Simulation:
     def _tell(self, why: str) -> None:
         self.periods.append(Period(self.now, self._roles, why, self._running))
 
-    def _flip(self, now: Roles, choice: Choice) -> None:
+    def _flip(self, now: Roles, choice: RoleChoice) -> None:
         wanted = _each(Roles(*(max(0, wants - has) for has, wants in zip(now, choice.roles, strict=True))))
         surplus = Counter(_each(Roles(*(max(0, has - wants) for has, wants in zip(now, choice.roles, strict=True)))))
         for worker in sorted(self._serving, key=lambda each: each.queue + each.jobs):  # the least busy first
@@ -546,7 +548,7 @@ def _of_prompt(cached: int, uncached: int) -> Work:
     return Work(prompt=uncached, pairs=pairs_of(cached, uncached), expanded=expanded_of(cached, uncached))
 
 
-def _request(at_s: float, asked: Asked) -> Request:
+def _request(at_s: float, asked: RequestTokens) -> Request:
     prompt, output = asked.cached + max(1, asked.uncached), max(1, asked.output)
     return Request(at_s, prompt, output, (), asked.of, asked.cached)
 

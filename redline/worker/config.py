@@ -8,7 +8,7 @@ from msgspec import Meta
 from redline.messages.base import Record, setting
 from redline.messages.news import Role
 from redline.policy.synthetic import rates_of
-from redline.scheduler.planner import MOST_STEP_TOKENS
+from redline.scheduler.config import MOST_STEP_TOKENS
 from redline.transport.choice import TransportName
 
 SUFFIX = "suffix"  # the value that a user gives in place of a drafter's folder, for suffix matching

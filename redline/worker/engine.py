@@ -31,7 +31,7 @@ from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
 from redline.messages.job import Abort, Job, JobId
-from redline.messages.news import Ready, Role, Stop
+from redline.messages.news import Ready, Stop
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -41,26 +41,29 @@ from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.policy.floor import StepFloor
 from redline.policy.forecast import StepForecast
-from redline.run.fit import Layout, Sizes, fit, in_steps
+from redline.run.fit import Layout, MemorySizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager
-from redline.worker.loop import lead, one_line
-from redline.worker.page_events import PageEvents
+from redline.worker.loop import lead
+from redline.worker.profile import ProfileService
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
+from redline.worker.service import Service
 from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
 from redline.worker.transfer_paths import Carrier, open_ways
+from redline.worker.turn import one_line
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk
@@ -228,39 +231,26 @@ class EngineCore:
         self,
         inbox: Inbox,
         outbox: Outbox,
-        pulse: LoopStatus | None = None,
-        exchange: KvTransferManager | None = None,
-        events: PageEvents | None = None,
+        services: Sequence[Service] = (),
         *,
+        pulse: LoopStatus | None = None,
         record: bool = True,
-        tells_cache: bool = False,
-        takes_role: Callable[[Role], object] = lambda _: None,
         failed: Callable[[Exception], object] | None = None,
     ) -> None:
         """Run the loop in this thread until a Stop arrives, then close runner and trace. It may be called only once.
 
-        exchange: its KV transfers; None disables them. record: whether CUDA graphs that were not captured at the start
-        are captured while the worker is idle. events, tells_cache, takes_role: as in `worker.loop.lead`. failed: called
-        with the loop's exception before anything is closed, since closing may take seconds.
+        services: those of the worker in addition to the engine's own (trace, offload tiers, profiles). record: whether
+        CUDA graphs that were not captured at the start are captured while the worker is idle. failed: called with the
+        loop's exception before anything is closed, since closing may take seconds.
 
         Raises WorkerLost if no further step should be tried.
         """
+        own = [service for service in (self.trace, self.tiers) if service is not None]
+        profiles = ProfileService(self.planner, self.runner, outbox, clock.monotonic_ns)
         try:
             with torch.inference_mode():
-                lead(
-                    self.planner,
-                    self.runner,
-                    inbox,
-                    outbox,
-                    self.trace,
-                    pulse,
-                    exchange,
-                    self.tiers,
-                    events,
-                    record=record,
-                    tells_cache=tells_cache,
-                    takes_role=takes_role,
-                )
+                everything = [*own, *services, profiles]
+                lead(self.planner, self.runner, inbox, outbox, everything, pulse=pulse, record=record)
         except Exception as error:
             if failed is not None:
                 failed(error)
@@ -606,9 +596,9 @@ def sizes_of(
     kv_dtype: torch.dtype,
     free: int,
     drafter: Eagle3 | None = None,
-) -> Sizes:
+) -> MemorySizes:
     """The figures that determine an engine's memory use (`run.fit`). free: bytes of memory that are free."""
-    sizes = Sizes(
+    sizes = MemorySizes(
         model,
         kv_dtype,
         step_tokens=config.step_tokens or min(STEP_TOKENS[device.type]),

@@ -27,7 +27,7 @@ Of = TypeVar("Of")  # the owner of a chunk
 Work = Literal["read", "place"]
 
 
-class Budget:
+class ReceiveBudget:
     """Time budget of the loop's thread for KV chunks. share: share of the time between two iterations, while steps
     run."""
 
@@ -105,7 +105,7 @@ class KvReceiver(Generic[Of]):
         parcels: KvChunkLayout,
         transport: Transport,
         memory: ParcelMemory,
-        budget: Budget,
+        budget: ReceiveBudget,
         clock: Callable[[], float],
     ) -> None:
         """Raises ConfigError if the transport cannot write to this process's memory."""

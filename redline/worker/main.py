@@ -31,13 +31,15 @@ from redline.messages.channel import IPC, SocketInbox, SocketOutbox
 from redline.messages.kv_sockets import Publisher
 from redline.messages.machines import Listening
 from redline.messages.news import Failed, Heartbeat
+from redline.worker.cache_reports import CacheReports
 from redline.worker.config import WorkerConfig
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.engine import EngineCore, pick_device
 from redline.worker.heartbeat import LoopStatus, LoopWatchdog
-from redline.worker.loop import one_line
 from redline.worker.page_events import PageEvents
+from redline.worker.service import Service
 from redline.worker.transfer_paths import aside, carriers
+from redline.worker.turn import one_line
 from redline.worker.urgency import Urgency
 
 FLUSH_S = 1.0  # seconds for the last message to be sent before a process that hangs exits
@@ -118,9 +120,14 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         gc.collect()
         gc.freeze()  # existing objects are permanent: exclude them from garbage collections between steps
         pulse = LoopStatus()
-        events = None if publisher is None or told is None else PageEvents(publisher, told.number)
-        exchange, ready = None, engine.ready
+        ready = engine.ready
         hearers = opened.enter_context(DeltaRouter(outbox))
+        services: list[Service] = [urgency]
+        if config.tells_cache:
+            services.append(CacheReports(engine.planner, hearers))
+        if publisher is not None and told is not None:
+            engine.planner.log_pages()
+            services.append(PageEvents(engine.planner.page_changes, publisher, told.number))
         if config.transport is not None:
             folder = Path(config.parcels) if config.parcels is not None else None
             found = carriers(config.transport, folder, engine.model.device, config.engine.ranks)
@@ -128,6 +135,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             # It can send KV chunks in every role, since its role may be switched.
             exchange = engine.exchange(found, lends=True, outbox_of=outbox_of)
             opened.callback(exchange.close)
+            services.append(exchange)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 
         def hung(reason: str) -> None:
@@ -138,16 +146,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         with LoopWatchdog(pulse, beats, engine.step_tokens, hung, engine.model.device.type):
             hearers.put(ready)
             hearers.put(Heartbeat())
-            engine.serve(
-                inbox,
-                hearers,
-                pulse,
-                exchange,
-                events,
-                tells_cache=config.tells_cache,
-                takes_role=urgency.take,
-                failed=lambda error: say(_reason(error)),
-            )
+            engine.serve(inbox, hearers, services, pulse=pulse, failed=lambda error: say(_reason(error)))
 
 
 def _reason(error: Exception) -> str:

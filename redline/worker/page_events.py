@@ -22,6 +22,7 @@ from redline.messages.kv_events import (
     encode_batch,
 )
 from redline.scheduler.prefix import Changed
+from redline.worker.service import Service
 
 
 class Says(Protocol):
@@ -36,20 +37,21 @@ class Says(Protocol):
         ...
 
 
-class PageEvents:
+class PageEvents(Service):
     """Publishes changes of the prefix cache. Only the loop's thread may use it."""
 
-    def __init__(self, says: Says, number: int, clock: Callable[[], float] = clock.now) -> None:
+    def __init__(
+        self, changes: Callable[[], Sequence[Changed]], says: Says, number: int, clock: Callable[[], float] = clock.now
+    ) -> None:
         """number: index of the worker in the deployment, from 0. clock: returns seconds since 1970."""
-        self._says, self._number, self._clock = says, number, clock
+        self._changes, self._says, self._number, self._clock = changes, says, number, clock
         self._say([AllBlocksCleared()])
 
-    def tell(self, changes: Sequence[Changed]) -> None:
-        """Publishes changes of the cache, in order."""
-        if changes:
+    def work(self) -> None:
+        if changes := self._changes():
             self._say(events_of(changes))
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Publishes that all blocks are cleared, and closes the publisher."""
         self._say([AllBlocksCleared()])
         self._says.close()

@@ -38,7 +38,7 @@ class Summed(NamedTuple):
     number: Callable[[], int]  # the checksum in [0, 2^64); call it once `ended` returns True
 
 
-class Sizes(NamedTuple):
+class BufferSizes(NamedTuple):
     """Sizes of a transport's chunks and buffers, in bytes."""
 
     parcel: int  # most bytes of a chunk
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 class ParcelMemory(Protocol):
     """One kind of memory. Only the loop's thread may use it."""
 
-    sizes: Sizes
+    sizes: BufferSizes
     fill_s: float
     """Most seconds to wait for chunks that are being filled: the next loop iteration may come after a whole prefill
     chunk."""
@@ -82,7 +82,7 @@ class ParcelMemory(Protocol):
 class HostParcels:
     """Host memory, for pages on any device."""
 
-    sizes = Sizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
+    sizes = BufferSizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
     fill_s = patience_s = 0.0
 
     def make(self, size: int) -> Memory:
@@ -120,7 +120,7 @@ class GpuParcels:
 
     # The host's time per chunk does not depend on its size, and a prefill chunk of 2,048 tokens has 144 MB at Kimi's
     # sizes. Gathered, verified and placed on H100s: 4 MiB at 8 GB/s, 16 MiB at 23, 64 MiB at 84 (pools-deep-h100.json).
-    sizes = Sizes(parcel=32 << 20, area=256 << 20, landing=256 << 20)
+    sizes = BufferSizes(parcel=32 << 20, area=256 << 20, landing=256 << 20)
     fill_s = 0.01  # thread blocks of the gather are scheduled between those of the running step
     patience_s = 0.002  # 32 MiB arrive in 0.1 ms
 
@@ -181,7 +181,7 @@ class PinnedParcels(GpuParcels):
     """
 
     # The host's time per chunk does not depend on its size, as with GPU memory.
-    sizes = Sizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
+    sizes = BufferSizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
 
     def make(self, size: int) -> Memory:
         """As `ParcelMemory.make`."""

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from redline.messages.delta import Delta
 from redline.messages.step import CapturedShapes, Step, StepResult
-from redline.run.runner import Pending
+from redline.run.pending import Pending
 
 
 class Plans(Protocol):
@@ -29,7 +29,7 @@ class Plans(Protocol):
         ...
 
 
-class Runner(Protocol):
+class StepLauncher(Protocol):
     """Runs steps, one after another, in the order of their launches."""
 
     begins: Callable[[str], object]

@@ -10,20 +10,22 @@ from collections.abc import Callable
 from redline.kernels.cpu import native
 from redline.kernels.cpu.watch import OpTimes
 from redline.messages.channel import Outbox
+from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.profile import Profile, Profiled, Span, packed
 from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending, nobody
-from redline.run.runner import Runner as StepRunner
+from redline.run.pending import Pending
+from redline.run.runner import Runner, nobody
 from redline.worker.kernel_trace import KernelTrace
-from redline.worker.ports import Plans, Runner
+from redline.worker.ports import Plans, StepLauncher
+from redline.worker.service import Service
 
 PIECE = 2000  # spans per message: packing them takes half a millisecond of the loop's time
 _NS = 1_000_000_000
 
 
-class Spans:
+class SpanBuffer:
     """A bounded list of spans. `left_out`: number of spans that were dropped."""
 
     def __init__(self, most: int) -> None:
@@ -52,35 +54,35 @@ class Spans:
         return taken
 
 
-class Profiling:
+class ProfileRecording:
     """One profile, from its request to its last message. Until it ends, the loop uses its `planner` and `runner`."""
 
     def __init__(
         self,
         asked: Profile,
         planner: Plans,
-        runner: Runner,
+        runner: StepLauncher,
         outbox: Outbox,
         clock: Callable[[], int],
     ) -> None:
         """clock: the host's monotonic clock, in nanoseconds. Like all methods, called in the loop's thread."""
         self._asked, self._outbox, self._clock = asked, outbox, clock
         self._until = clock() + round(asked.seconds * _NS)
-        self._spans = Spans(asked.most)
+        self._spans = SpanBuffer(asked.most)
         self._real = runner
         self._notes: list[str] = []
         self._ops: OpTimes | None = None
         self._kernels: KernelTrace | None = None
-        on_gpu = isinstance(runner, StepRunner) and runner.model.device.type == "cuda"
+        on_gpu = isinstance(runner, Runner) and runner.model.device.type == "cuda"
         if on_gpu:
             self._kernels = KernelTrace(asked.seconds)
-        elif isinstance(runner, StepRunner) and native.library() is not None and not runner.overlaps:
+        elif isinstance(runner, Runner) and native.library() is not None and not runner.overlaps:
             self._ops = OpTimes()
         self._parts = _Parts(self._spans, clock)
         runner.begins = self._parts.begins
         self._watching = True
         self.planner: Plans = _WatchedPlanner(planner, self._spans, clock)
-        self.runner: Runner = _WatchedRunner(runner, self._spans, clock, self._step_ended)
+        self.runner: StepLauncher = _WatchedRunner(runner, self._spans, clock, self._step_ended)
 
     def due_in(self) -> float:
         """Most seconds until `work` has to be called by an idle loop."""
@@ -137,10 +139,40 @@ class Profiling:
                 self._spans.add("kernels", op.name, op.began_ns, op.ended_ns)
 
 
+class ProfileService(Service):
+    """Records profiles on request, one at a time: a new request ends the one before."""
+
+    def __init__(self, planner: Plans, runner: StepLauncher, outbox: Outbox, clock: Callable[[], int]) -> None:
+        """clock: as in `ProfileRecording`."""
+        self._planner, self._runner, self._outbox, self._clock = planner, runner, outbox, clock
+        self._current: ProfileRecording | None = None
+
+    def hear(self, message: Wire) -> list[Delta] | None:
+        if not isinstance(message, Profile):
+            return None
+        self.stop()
+        self._current = ProfileRecording(message, self._planner, self._runner, self._outbox, self._clock)
+        return []
+
+    def due_in(self) -> float | None:
+        return None if self._current is None else self._current.due_in()
+
+    def watched(self, planner: Plans, launcher: StepLauncher) -> tuple[Plans, StepLauncher]:
+        return (planner, launcher) if self._current is None else (self._current.planner, self._current.runner)
+
+    def work(self) -> None:
+        if self._current is not None and not self._current.work():
+            self._current = None
+
+    def stop(self) -> None:
+        if self._current is not None:
+            self._current.close()
+
+
 class _Parts:
     """Records the parts of steps, each from its beginning to the beginning of the next one."""
 
-    def __init__(self, spans: Spans, clock: Callable[[], int]) -> None:
+    def __init__(self, spans: SpanBuffer, clock: Callable[[], int]) -> None:
         self._spans, self._clock = spans, clock
         self._name, self._began = "", 0
 
@@ -152,7 +184,7 @@ class _Parts:
 
 
 class _WatchedPlanner:
-    def __init__(self, planner: Plans, spans: Spans, clock: Callable[[], int]) -> None:
+    def __init__(self, planner: Plans, spans: SpanBuffer, clock: Callable[[], int]) -> None:
         self._planner, self._spans, self._clock = planner, spans, clock
 
     @property
@@ -178,7 +210,7 @@ class _WatchedPlanner:
 
 class _WatchedRunner:
     def __init__(
-        self, runner: Runner, spans: Spans, clock: Callable[[], int], step_ended: Callable[[], object]
+        self, runner: StepLauncher, spans: SpanBuffer, clock: Callable[[], int], step_ended: Callable[[], object]
     ) -> None:
         self._runner, self._spans, self._clock, self._step_ended = runner, spans, clock, step_ended
         self._last_ended = 0

@@ -15,7 +15,7 @@ from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
-from redline.worker.parcel_memory import Ended, HostParcels, ParcelMemory, Sizes, Summed, pin
+from redline.worker.parcel_memory import BufferSizes, Ended, HostParcels, ParcelMemory, Summed, pin
 from redline.worker.ranks import Ranks
 
 
@@ -31,7 +31,7 @@ class RankParcels:
         self.fill_s, self.patience_s = own.fill_s, own.patience_s
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> BufferSizes:
         """As `ParcelMemory.sizes`."""
         return self._own.sizes
 

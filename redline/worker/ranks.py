@@ -43,11 +43,12 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending, Runner
+from redline.run.pending import Pending
+from redline.run.runner import Runner
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
 from redline.worker.config import EngineConfig, RankConfig
-from redline.worker.drawn import Account
+from redline.worker.drawn import TokenDigest
 from redline.worker.parcel_memory import Ended
 from redline.worker.rank_memory import RankMemory
 
@@ -307,14 +308,14 @@ def _memory_folder(device: torch.device) -> str | None:
 class Awaited:
     """A step in flight that all ranks run. `wait` may be called only once."""
 
-    def __init__(self, number: int, pending: Pending, ranks: Ranks, account: Account) -> None:
+    def __init__(self, number: int, pending: Pending, ranks: Ranks, account: TokenDigest) -> None:
         self._number = number
         self._pending = pending
         self._ranks = ranks
         self._account = account
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """As `Launched.watch`."""
+        """As `LaunchedStep.watch`."""
         self._ranks.waits = self._number
         try:
             self._pending.watch(meanwhile)
@@ -322,7 +323,7 @@ class Awaited:
             self._ranks.waits = None
 
     def wait(self) -> StepResult:
-        """As `Launched.wait`."""
+        """As `LaunchedStep.wait`."""
         self._ranks.waits = self._number
         try:
             result = self._pending.wait()
@@ -341,7 +342,7 @@ class LeadingRunner(Runner):
     def __init__(self, ranks: Ranks, *given: Any, **options: Any) -> None:
         """given, options: the arguments of Runner."""
         self._ranks = ranks
-        self._account = Account()
+        self._account = TokenDigest()
         # Grammars that were sent to the other ranks for compilation, numbered in that order.
         self._numbers: weakref.WeakKeyDictionary[Future[LLMatcher], int] = weakref.WeakKeyDictionary()
         self._told = 0  # the last number

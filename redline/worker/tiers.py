@@ -11,16 +11,20 @@ All of this runs in the loop's thread between two steps, and takes microseconds;
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from redline import clock
 from redline.messages.delta import Brought
 from redline.messages.job import PAGE_TOKENS, JobId, PageHash
-from redline.messages.news import TierLoad
+from redline.messages.news import Load, TierLoad
 from redline.messages.step import Step
-from redline.policy.tiers import Choice, PrefillTimes, ReadTimes, choose
-from redline.run.tiers.store import Found, Reading, Saved, Store, Tier
-from redline.scheduler.kv_tier import Fetch, Kept, Lack
+from redline.policy.tiers import FetchChoice, PrefillTimes, ReadTimes, choose
+from redline.run.tiers.store import Saved, Store
+from redline.run.tiers.tables import Found, Tier, TierRead
+from redline.scheduler.kv_tier import Fetch, Lack, PageFlags
 from redline.scheduler.planner import Planner
 from redline.scheduler.prefix import Forgotten
+from redline.worker.service import Service
 
 # Timeout of a job's read: READ_S seconds plus LATE times the predicted time. Pages that have arrived by then are used.
 READ_S, LATE = 5.0, 2.0
@@ -39,8 +43,8 @@ class _Coming:
     """A read of pages in progress."""
 
     fetch: Fetch
-    reading: Reading
-    choice: Choice
+    reading: TierRead
+    choice: FetchChoice
     began: float  # start time in seconds, before pages were evicted to make room
     ahead_s: float  # predicted wait for earlier reads, in seconds
     saved: int  # number of pages that were saved to make room
@@ -51,7 +55,7 @@ class _Coming:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingJob:
     """A job that waits for pages."""
 
     since: float  # since when no earlier job waits
@@ -71,11 +75,8 @@ class _Tally:
     lost_s: float = 0.0
 
 
-class Tiers:
-    """The KV offload tiers of one worker (`plan.kv_tier.KvTier`). Only the loop's thread may use it.
-
-    `changes` is incremented whenever the planner's state is changed, so that the planner may have a step to schedule.
-    """
+class Tiers(Service):
+    """The KV offload tiers of one worker (`scheduler.kv_tier.KvTier`). Only the loop's thread may use it."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class Tiers:
     ) -> None:
         """step_tokens: most positions of a step. experts: number of experts per layer and of experts per token; 0:
         every step reads all weights."""
-        self.changes = 0
+        self._changes = 0
         self.store = store
         self.prefills = PrefillTimes(*experts)
         self._planner, self._clock, self._step_tokens = planner, clock, step_tokens
-        self._jobs: dict[JobId, _Waiting] = {}  # in order of arrival
+        self._jobs: dict[JobId, _WaitingJob] = {}  # in order of arrival
         self._coming: list[_Coming] = []
         self._tallies = {tier: _Tally() for tier in TIERS}
         self._of_prefills = _Tally()
@@ -103,7 +104,11 @@ class Tiers:
             True: ReadTimes(BEGIN_S, [seconds / share for seconds in page_s], save_s),
         }
         self._saved = 0  # number of pages saved since the start
-        planner.attach(self)
+        planner.transfers.attach(self)
+
+    @property
+    def changes(self) -> int:
+        return self._changes
 
     @property
     def idle(self) -> bool:
@@ -111,7 +116,6 @@ class Tiers:
         return not (self._jobs or self._coming)
 
     def due_in(self) -> float | None:
-        """Seconds until `work` should be called again even if no message arrives; None: not before a message."""
         return None if self.idle else SOON_S
 
     # ------------------------------------------------------------------------------------------ calls of the planner
@@ -124,7 +128,7 @@ class Tiers:
         """As `KvTier.awaits`."""
         if not self._choose(lack).pages:
             return False
-        self._jobs[id] = _Waiting(self._clock())
+        self._jobs[id] = _WaitingJob(self._clock())
         return True
 
     def took(self, step: Step, seconds: float) -> None:
@@ -152,7 +156,7 @@ class Tiers:
             return
         now = self._clock()
         for coming in self._coming:
-            coming.jobs = {id for id in coming.jobs if self._planner.lack(id) is not None}
+            coming.jobs = {id for id in coming.jobs if self._planner.transfers.lack(id) is not None}
             coming.reading.cancelled |= not coming.jobs
         for coming in [one for one in self._coming if one.reading.ended.is_set()]:
             self._end(coming)
@@ -160,7 +164,10 @@ class Tiers:
             if waiting.coming is None:
                 self._move(id, waiting, now)
 
-    def load(self) -> tuple[TierLoad, ...]:
+    def load(self, load: Load) -> Load:
+        return msgspec.structs.replace(load, tiers=self.figures())
+
+    def figures(self) -> tuple[TierLoad, ...]:
         """The size and the counters of each tier, and, as "compute", the accuracy of predicted prefill times."""
         store, told = self.store, list[TierLoad]()
         for tier in TIERS:
@@ -176,7 +183,7 @@ class Tiers:
         told.append(_load("compute", self._of_prefills))
         return tuple(told)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Saves the prefix cache's pages, writes as many pages to disk as FLUSH_S allows, and ends the store's thread.
 
         No step of the planner may be running."""
@@ -195,13 +202,13 @@ class Tiers:
             assert waiting.coming is None or id in waiting.coming.jobs, f"job {id} is not among its read's jobs"
             assert waiting.coming is None or waiting.coming in self._coming, f"job {id} waits for a read that has ended"
 
-    def _choose(self, lack: Lack) -> Choice:
+    def _choose(self, lack: Lack) -> FetchChoice:
         """Chooses how many of a prompt's missing pages to read."""
         if not lack.hashes:
-            return Choice(0)
+            return FetchChoice(0)
         found = self.store.find(lack.hashes, exact=lack.exact, drafted=lack.drafted)
         if not found:
-            return Choice(0)
+            return FetchChoice(0)
         pages = _by_tier(found)
         begin_s, *page_s = self.readings[self.store.busy].predict(pages)
         by_tier = dict(zip(TIERS, page_s, strict=True))
@@ -220,9 +227,9 @@ class Tiers:
         now = self._clock()
         return sum(max(0.0, one.choice.fetch_s - (now - one.began)) for one in self._coming)
 
-    def _move(self, id: JobId, waiting: _Waiting, now: float) -> None:
+    def _move(self, id: JobId, waiting: _WaitingJob, now: float) -> None:
         """Begins to read for a job, lets it wait for another job's read, or queues it."""
-        lack = self._planner.lack(id)
+        lack = self._planner.transfers.lack(id)
         if lack is None:  # it was aborted
             del self._jobs[id]
             return
@@ -230,7 +237,7 @@ class Tiers:
             waiting.coming = coming
             coming.jobs.add(id)
             return
-        if not self._planner.comes_next(id):
+        if not self._planner.transfers.comes_next(id):
             waiting.since = now  # earlier jobs wait: this job could not have been admitted yet either
             return
         choice = self._choose(lack)
@@ -242,7 +249,7 @@ class Tiers:
             return
         ahead_s, before, began = self._ahead(), self._saved, self._clock()
         with self.store.parts.of("room"):
-            fetch = self._planner.fetch(id, choice.pages)
+            fetch = self._planner.transfers.fetch(id, choice.pages)
         if fetch is None:
             self.store.let_go(reading)
             return
@@ -267,8 +274,8 @@ class Tiers:
         waited for it choose again."""
         self._coming.remove(coming)
         kept = coming.reading.kept
-        self._planner.fetched(coming.fetch, [Kept(one.exact, one.drafted) for one in kept])
-        self.changes += 1
+        self._planner.transfers.fetched(coming.fetch, [PageFlags(one.exact, one.drafted) for one in kept])
+        self._changes += 1
         brought = self._count(coming)
         for id, waiting in list(self._jobs.items()):
             if waiting.coming is coming:
@@ -278,9 +285,9 @@ class Tiers:
 
     def _go_on(self, id: JobId, brought: Brought | None = None) -> None:
         del self._jobs[id]
-        if self._planner.lack(id) is not None:
-            self._planner.compute_here(id, brought)
-            self.changes += 1
+        if self._planner.transfers.lack(id) is not None:
+            self._planner.transfers.compute_here(id, brought)
+            self._changes += 1
 
     def _count(self, coming: _Coming) -> Brought | None:
         """Counts the pages of a read and the error of its prediction. -> its summary; None if it has read no page."""

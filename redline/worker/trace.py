@@ -10,8 +10,10 @@ import os
 from pathlib import Path
 
 from redline.errors import ConfigError
+from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
+from redline.worker.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ class _Story:
         self.rounds: list[tuple[int, int, int]] = []
 
 
-class Trace:
+class Trace(Service):
     """When a job has ended, appends to `path`: {"id", "tokens" (prompt and answer), "prompt" (number of prompt tokens),
     "finish", "rounds": [[position of the round's first new token, verified draft tokens, accepted draft tokens], ...]}.
 
@@ -43,11 +45,12 @@ class Trace:
         except OSError as error:
             raise ConfigError(f"{path}: cannot write a trace: {error.strerror}") from error
 
-    def submit(self, job: Job) -> None:
+    def hear(self, message: Wire) -> None:
         """Start the record of a job."""
-        self._stories[job.id] = _Story(job)
+        if isinstance(message, Job):
+            self._stories[message.id] = _Story(message)
 
-    def told(self, delta: Delta) -> None:
+    def sending(self, delta: Delta) -> None:
         """Add a delta of a job that was submitted; the last one, with a `finish`, writes the line."""
         story = self._stories.get(delta.job)
         if story is None:

@@ -14,7 +14,9 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from redline.messages.news import Role
+from redline.messages.codec import Wire
+from redline.messages.news import Role, TakeRole
+from redline.worker.service import Service
 
 PREFILL_NICE = 10
 _CAP_SYS_NICE = 23  # bit of the capability that lets a process raise its priority (capabilities(7))
@@ -23,7 +25,7 @@ _MOST_NICE = 20  # RLIMIT_NICE is counted from here downwards (getrlimit(2))
 _log = logging.getLogger(__name__)
 
 
-class Urgency:
+class Urgency(Service):
     """The priority of this process. `take` is called with its first role before any thread is started."""
 
     def __init__(self, *, own_cores: bool, may_return: Callable[[int], bool] | None = None) -> None:
@@ -33,6 +35,10 @@ class Urgency:
         self._usual = os.getpriority(os.PRIO_PROCESS, 0)
         self._may_return = may_return or can_return_to
         self._role: Role | None = None
+
+    def hear(self, message: Wire) -> None:
+        if isinstance(message, TakeRole):
+            self.take(message.role)
 
     def take(self, role: Role) -> None:
         """Set the priority of the role."""

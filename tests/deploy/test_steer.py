@@ -17,7 +17,7 @@ from redline.deploy.role_controller import CONFIRM, LEAST_REQUESTS, Measured, St
 from redline.deploy.supervisor import WorkerStatus
 from redline.errors import RedlineError
 from redline.messages.news import STEP_SIZES, Heartbeat, Load, Ready, Role, TimedStep
-from redline.policy.expected import Asked, Roles, Traffic
+from redline.policy.expected import RequestTokens, Roles, Traffic
 from redline.router.roles import is_done, refusal
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
@@ -231,7 +231,7 @@ async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("redline.deploy.role_controller.tried", tried)
     await fleet.steering.look()
-    assert played[0].under_way == [Asked(540, 0, 60, "default"), Asked(0, 700, 100, "default")]
+    assert played[0].under_way == [RequestTokens(540, 0, 60, "default"), RequestTokens(0, 700, 100, "default")]
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:

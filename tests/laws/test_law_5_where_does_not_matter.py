@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.messages.job import PAGE_TOKENS, Job, JobId
 from redline.run.runner import Runner
-from redline.scheduler.planner import Computed
+from redline.scheduler.active import Computed
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
 from redline.worker.parcel_memory import HostParcels
@@ -141,7 +141,7 @@ def test_layers_leave_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatc
     def counted(layers: int) -> None:
         nonlocal early
         departs(layers)
-        early += any(out.leaving is not None for out in both.computes.exchange._out.values())
+        early += any(out.leaving is not None for out in both.computes.exchange._outgoing.prompts.values())
 
     monkeypatch.setattr(both.computes.exchange, "depart", counted)
     try:
@@ -221,7 +221,7 @@ def unwritten(engine: EngineCore) -> list[tuple[int, int]]:
     """(page, position) of unwritten rows in pages that the prefix cache marks as read by the drafter. The first
     position of a job's first page holds no row.
     """
-    cache = engine.planner._cache
+    cache = engine.planner._pages.cache
     drafted = [node for node in cache._nodes.values() if node.drafted]
     assert drafted
     missing = [
@@ -277,18 +277,18 @@ def test_what_a_handoff_says_of_its_pages_holds_for_every_parcel(
     """A job that was pre-empted continues with other pages than those already sent."""
     both = Pair(*(opened(monkeypatch, recorded=False) for _ in range(2)))
     planner, left = both.computes.engine.planner, iter(range(4))
-    computed = planner.computed
+    computed = planner.transfers.computed
 
     def first_otherwise(id: JobId) -> Computed | None:
         now = computed(id)
         return now if now is None or lacks is None or next(left, None) is None else now._replace(**{lacks: False})
 
-    monkeypatch.setattr(planner, "computed", first_otherwise)
+    monkeypatch.setattr(planner.transfers, "computed", first_otherwise)
     asked = job("asked", few(1, 320), max_tokens=20, logprobs=None)
     try:
         both.run([asked])
         assert both.answers.exchange.counts == {"taken over": 1}
-        nodes = both.answers.engine.planner._cache._nodes.values()
+        nodes = both.answers.engine.planner._pages.cache._nodes.values()
         assert len(nodes) == 5
         for of in ("drafting", "exact"):
             assert {node.drafted if of == "drafting" else node.exact for node in nodes} == {of != lacks}

@@ -35,7 +35,7 @@ from redline.run import runner
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
-from redline.worker.drawn import Comparison
+from redline.worker.drawn import DigestComparison
 from redline.worker.engine import EngineCore
 from tests import forked
 from tests.lost_ranks import at_step
@@ -367,7 +367,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
             return [Step(number=1)]
 
     with pytest.raises(MemoryError, match="no room"):
-        follower._obey(Failing(), Told(), Comparison(1), None)  # type: ignore[arg-type]
+        follower._obey(Failing(), Told(), DigestComparison(1), None)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from redline.messages.channel import MemoryChannel, SocketInbox, SocketOutbox, i
 from redline.messages.delta import Delta
 from redline.messages.job import JobId
 from redline.messages.news import Stop
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.worker.loop import lead
 from tests.fakes import FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S

@@ -16,7 +16,7 @@ LENGTHS = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
 
 def everything_can_be_had(world: World) -> None:
     """Every page not held by a job is free or cached; and every cached page can be evicted and allocated."""
-    pool, cache = world.planner._pool, world.planner._cache
+    pool, cache = world.planner._pages.pool, world.planner._pages.cache
     assert (pool.used, pool.free + len(cache)) == (0, pool.total)
     cache.evict(pool.idle)
     assert (pool.free, len(cache)) == (pool.total, 0)

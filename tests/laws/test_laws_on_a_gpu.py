@@ -218,7 +218,7 @@ def test_law_5_layers_leave_while_the_next_are_computed(
     def counted(layers: int) -> None:
         nonlocal early
         departs(layers)
-        early += any(out.leaving is not None for out in both.computes.exchange._out.values())
+        early += any(out.leaving is not None for out in both.computes.exchange._outgoing.prompts.values())
 
     monkeypatch.setattr(both.computes.exchange, "depart", counted)
     try:

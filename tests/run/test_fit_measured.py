@@ -24,7 +24,7 @@ from redline.run.kv import KvPool
 from redline.messages.job import JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, kv_dtype_of, sizes_of
-from redline.worker.loop import turn
+from redline.worker.turn import turn
 
 
 def anonymous():

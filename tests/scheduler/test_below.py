@@ -18,7 +18,7 @@ import pytest
 from redline.messages.job import JobId, PageHash
 from redline.messages.step import Step
 from redline.policy.choose import Worth
-from redline.scheduler.kv_tier import Fetch, Kept, Lack
+from redline.scheduler.kv_tier import Fetch, Lack, PageFlags
 from redline.scheduler.pages import Holder
 from redline.scheduler.prefix import Forgotten
 from tests.fakes import A_GRAMMAR, PAGE_TOKENS, FakeRunner, World
@@ -42,7 +42,9 @@ class FakeBelow:
     world: World
     random: random.Random
     most: int = 30
-    keeps: OrderedDict[PageHash, tuple[Page, Kept]] = field(default_factory=OrderedDict[PageHash, tuple[Page, Kept]])
+    keeps: OrderedDict[PageHash, tuple[Page, PageFlags]] = field(
+        default_factory=OrderedDict[PageHash, tuple[Page, PageFlags]]
+    )
     jobs: dict[JobId, Waits] = field(default_factory=dict[JobId, Waits])
     fetched: int = 0
     steps: int = 0
@@ -54,7 +56,7 @@ class FakeBelow:
     def forgets(self, pages: Sequence[Forgotten]) -> None:
         for hash, page, exact, drafted in pages:
             if self.random.random() < 0.9:
-                self.keeps[hash] = deepcopy(self.runner.pages[page]), Kept(exact, drafted)
+                self.keeps[hash] = deepcopy(self.runner.pages[page]), PageFlags(exact, drafted)
                 self.keeps.move_to_end(hash)
         while len(self.keeps) > self.most:
             self.keeps.popitem(last=False)
@@ -78,7 +80,7 @@ class FakeBelow:
     def turn(self) -> None:
         planner = self.world.planner
         for id, waits in list(self.jobs.items()):
-            lack = planner.lack(id)
+            lack = planner.transfers.lack(id)
             if waits.fetch is not None:
                 for page in waits.fetch.pages:
                     self.runner.pages[page] = Page([-1] * PAGE_TOKENS, [-1] * PAGE_TOKENS, [-1] * PAGE_TOKENS)
@@ -90,25 +92,25 @@ class FakeBelow:
                 self.end(waits.fetch)
                 waits.fetch = None
             elif lack is not None and self.found(lack) and self.random.random() < 0.9:
-                waits.fetch = planner.fetch(id, self.random.randrange(1, self.found(lack) + 1))
+                waits.fetch = planner.transfers.fetch(id, self.random.randrange(1, self.found(lack) + 1))
                 if waits.fetch is not None:
                     continue
                 if self.random.random() < 0.97:
                     continue  # there may be room later
             if lack is not None:
-                planner.compute_here(id)
+                planner.transfers.compute_here(id)
             del self.jobs[id]
 
     def end(self, fetch: Fetch) -> None:
         """Complete a fetch: the pages that arrived, possibly only the first ones, are in place."""
-        kept: list[Kept] = []
+        kept: list[PageFlags] = []
         for hash, page in zip(fetch.hashes, fetch.pages, strict=True):
             if hash not in self.keeps or self.random.random() < 0.1:
                 break
             self.runner.pages[page] = deepcopy(self.keeps[hash][0])
             kept.append(self.keeps[hash][1])
         self.fetched += len(kept)
-        self.world.planner.fetched(fetch, kept)
+        self.world.planner.transfers.fetched(fetch, kept)
 
 
 def finish(world: World, below: FakeBelow) -> None:
@@ -133,7 +135,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> FakeBelow:
         seconds=lambda _, __: 1e-3,
     )
     below = FakeBelow(world, random_)
-    world.planner.attach(below)
+    world.planner.transfers.attach(below)
     roots = [random_tokens(random_, random_.randrange(64, 250)) for _ in range(6)]
     crowd = random_.choice([1, 1, 2, 3, 9])  # concurrent jobs; with many there is no room for pages that come back
     for _ in range(random_.randrange(200, 600)):
@@ -182,7 +184,7 @@ def one_job_waits(pages: int = 8) -> tuple[World, FakeBelow, tuple[int, ...]]:
     world = World(pages=pages, max_model_len=1000, step_tokens=512, max_running=4, ahead=0, seconds=lambda _, __: 1e-3)
     below = FakeBelow(world, random.Random(5))
     below.random.random = lambda: 0.5  # no page is lost
-    world.planner.attach(below)
+    world.planner.transfers.attach(below)
     asked = random_tokens(random.Random(1), 200)
     world.submit(asked, max_tokens=1)
     finish(world, below)
@@ -225,13 +227,13 @@ def test_a_fetch_waits_for_room_and_then_for_nobody_that_came_later() -> None:
     runs = world.submit(random_tokens(random.Random(4), 64 * 7), max_tokens=60)
     world.turn()
     story = world.submit(asked, max_tokens=1)
-    assert world.planner.fetch(story.job.id, 3) is None, "the running job holds all pages"
+    assert world.planner.transfers.fetch(story.job.id, 3) is None, "the running job holds all pages"
     world.abort(runs)
     world.settle()
-    fetch = world.planner.fetch(story.job.id, 3)
+    fetch = world.planner.transfers.fetch(story.job.id, 3)
     assert fetch is not None
     below.end(fetch)
-    world.planner.compute_here(story.job.id)
+    world.planner.transfers.compute_here(story.job.id)
     del below.jobs[story.job.id]
     finish(world, below)
     assert story.deltas[-1].cached_tokens == 192
@@ -243,17 +245,17 @@ def test_the_cached_prefix_of_what_is_fetched_is_not_forgotten_meanwhile() -> No
     finish(world, below)
     assert cached.finish == "length"
     story = world.submit(asked, max_tokens=1)
-    fetch = world.planner.fetch(story.job.id, 2)
+    fetch = world.planner.transfers.fetch(story.job.id, 2)
     assert fetch is not None
     assert (len(fetch.prefix), len(fetch.pages)) == (1, 2)
-    pool = world.planner._pool
+    pool = world.planner._pages.pool
     assert not pool.is_idle(fetch.prefix[0])
     world.submit(random_tokens(random.Random(6), 64 * 5 - 1), max_tokens=1)
     for _ in range(3):
         world.turn()
     below.end(fetch)
     assert pool._counts[Holder.FETCHES] == [0] * pool.total
-    world.planner.compute_here(story.job.id)
+    world.planner.transfers.compute_here(story.job.id)
     del below.jobs[story.job.id]
     finish(world, below)
     assert story.deltas[-1].cached_tokens == 192

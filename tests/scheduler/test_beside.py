@@ -5,7 +5,7 @@ import pytest
 from redline.errors import ConfigError
 from redline.messages.step import Step
 from redline.policy.pairs import Work
-from redline.scheduler.planner import PlanConfig
+from redline.scheduler.config import PlanConfig
 from tests.fakes import World
 
 

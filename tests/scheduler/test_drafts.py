@@ -9,7 +9,7 @@ from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import RowResult, Shape, Step, StepResult
 from redline.policy.choose import PATIENCE
 from redline.policy.costs import StepCosts
-from redline.scheduler.planner import PlanConfig
+from redline.scheduler.config import PlanConfig
 from redline.scheduler.speculation import EVERY
 from tests.fakes import World, hash_page, make_job, page_hashes
 from tests.scheduler.test_planner import prompt
@@ -31,7 +31,7 @@ def settle(world: World, step: Step, *outcomes: RowResult):
 
 
 def running(world: World):
-    return world.planner._running[0]
+    return world.planner._table.running[0]
 
 
 # Rows
@@ -124,9 +124,9 @@ def test_a_resumed_job_has_nothing_forced_before_it_is_told_again():
     world.planner.submit(make_job("old", prompt(60), max_tokens=50))
     world.planner.submit(make_job("young", prompt(60), max_tokens=50))
     settle(world, world.planner.next_step(), RowResult(tokens=(1,)), RowResult(tokens=(1,), forced=9))
-    young = world.planner._running[1]
+    young = world.planner._table.running[1]
     assert young.forced == 70
-    while young in world.planner._running:
+    while young in world.planner._table.running:
         step = world.planner.next_step()
         settle(world, step, *[RowResult(tokens=(1,) * row.count, forced=9) for row in step.rows])
     assert young.forced == 0
@@ -198,7 +198,7 @@ def test_a_pre_empted_job_has_no_proposals_when_it_returns():
         world.turn()
     while world.flights:
         world.settle()
-    world.planner._preempt(running(world), running(world))
+    world.planner._builder.preempt(running(world), running(world))
     steps = [world.plan()]
     world.settle()
     steps.append(world.plan())
@@ -305,8 +305,8 @@ def test_a_cached_page_knows_whether_the_drafter_has_read_it():
         world = World(draft_tokens=3, learned=learned)
         story = world.submit(prompt(100), max_tokens=100)
         world.finish()
-        pages = world.planner._cache.match(page_hashes(prompt(100) + story.expected))
-        assert [world.planner._cache.is_drafted(page) for page in pages] == [learned] * 3
+        pages = world.planner._pages.cache.match(page_hashes(prompt(100) + story.expected))
+        assert [world.planner._pages.cache.is_drafted(page) for page in pages] == [learned] * 3
 
 
 def test_the_drafter_follows_a_job_that_begins_from_pages_that_it_has_read():
@@ -339,8 +339,8 @@ def test_a_job_that_begins_from_pages_that_the_drafter_has_not_read_is_lost_to_i
     assert not step.rows[0].drafting
     assert step.rows[0].propose == 3, "a suffix match is possible"
     world.finish()
-    pages = world.planner._cache.match(page_hashes((*prompt(200), 1, 2, *story.expected)))
-    assert [world.planner._cache.is_drafted(page) for page in pages] == [False] * 4
+    pages = world.planner._pages.cache.match(page_hashes((*prompt(200), 1, 2, *story.expected)))
+    assert [world.planner._pages.cache.is_drafted(page) for page in pages] == [False] * 4
 
 
 def test_what_one_step_can_compute_is_computed_again_for_the_drafter_and_cached_so():
@@ -362,8 +362,8 @@ def test_a_job_that_the_drafter_leaves_half_way_keeps_the_pages_that_it_has_read
     world.turn()
     world.planner._speculation._learned = False
     world.finish()
-    pages = world.planner._cache.match(page_hashes(prompt(250)))
-    assert [world.planner._cache.is_drafted(page) for page in pages] == [True, True, False]
+    pages = world.planner._pages.cache.match(page_hashes(prompt(250)))
+    assert [world.planner._pages.cache.is_drafted(page) for page in pages] == [True, True, False]
     assert world.runner.lapses == 1
 
 
@@ -479,6 +479,6 @@ def test_a_drafts_page_has_the_name_of_its_tokens_alone():
     for world in worlds:
         world.submit(prompt(30), max_tokens=120)
         world.finish()
-    hashes = [set(world.planner._cache._nodes) for world in worlds]
+    hashes = [set(world.planner._pages.cache._nodes) for world in worlds]
     assert hashes[0] == hashes[1]
     assert hash_page(None, (prompt(30) + worlds[0].stories["job-0"].expected)[:64]) in hashes[0]

@@ -127,9 +127,9 @@ def test_a_prompt_that_came_from_another_worker_waits_for_its_grammar_and_not_fo
     world = world_of(compiler, pages=12)
     planner = world.planner
     for name in ("slow", "fast"):
-        planner.expect(make_job(name, prompt(1), max_tokens=4, grammar=Grammar(text=name)))
-        assert planner.open(JobId(name)) is not None
-        planner.land(PrefillDone(job=JobId(name), tokens=(5,)))
+        planner.transfers.expect(make_job(name, prompt(1), max_tokens=4, grammar=Grammar(text=name)))
+        assert planner.transfers.open(JobId(name)) is not None
+        planner.transfers.land(PrefillDone(job=JobId(name), tokens=(5,)))
     assert compiler.asked[:2] == ["slow", "fast"], "compilation must start when the jobs are announced"
     step = planner.next_step()
     assert step is not None

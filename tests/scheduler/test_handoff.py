@@ -11,7 +11,8 @@ from redline.messages.delta import Delta
 from redline.messages.handoff import PrefillDone
 from redline.messages.job import Abort, Job, JobId, PagesFrom
 from redline.messages.step import RowResult, StepResult
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.transport.memory import Disturbance, MemoryTransport
 from tests.fakes import hash_page, make_job
 from tests.handoff import Pair
@@ -51,13 +52,13 @@ def test_the_order_holds_where_a_landed_job_begins_while_another_has_lost_its_pa
     planner = Planner(8, PlanConfig(step_tokens=128, max_running=2, ahead=0), 1024, hash_page)
     planner.submit(make_job("runs", tuple(range(60)), max_tokens=400))
     step_of(planner)
-    planner.expect(elsewhere("lands", 255))
-    assert planner.open(JobId("lands")) is not None
+    planner.transfers.expect(elsewhere("lands", 255))
+    assert planner.transfers.open(JobId("lands")) is not None
     told = 0
     for _ in range(240):
         told += sum(len(delta.tokens) for delta in step_of(planner) or ())
     assert planner.load().preemptions == 1, "the running job must lose its pages to the expected one"
-    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
+    planner.transfers.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 400 - 1 - told}
     assert planner.idle
     assert planner.load().pages_used == 0
@@ -68,16 +69,16 @@ def test_one_that_lost_its_pages_runs_again_before_a_landed_job_that_began_after
     planner.submit(make_job("runs", tuple(range(60)), max_tokens=120))
     step_of(planner)
     for name in ("lands", "leaves"):
-        planner.expect(elsewhere(name, 130))
-        assert planner.open(JobId(name)) is not None
+        planner.transfers.expect(elsewhere(name, 130))
+        assert planner.transfers.open(JobId(name)) is not None
     for _ in range(100):
         step_of(planner)
-    assert planner.starved, "the running job was not pre-empted"
-    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
+    assert planner.transfers.starved, "the running job was not pre-empted"
+    planner.transfers.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     step_of(planner)
     planner.abort(JobId("leaves"))
     step_of(planner)
-    assert [job.job.id for job in planner._running] == ["runs", "lands"]
+    assert [job.job.id for job in planner._table.running] == ["runs", "lands"]
     assert finish_all(planner)
     assert planner.idle
 
@@ -86,12 +87,12 @@ def test_a_landed_job_for_whose_next_token_there_is_no_page_waits_for_one() -> N
     planner = Planner(5, PlanConfig(step_tokens=128, max_running=2, ahead=0), 320, hash_page)
     planner.submit(make_job("runs", tuple(range(60)), max_tokens=250))
     step_of(planner)
-    planner.expect(elsewhere("lands", 128))
-    assert planner.open(JobId("lands")) is not None
+    planner.transfers.expect(elsewhere("lands", 128))
+    assert planner.transfers.open(JobId("lands")) is not None
     for _ in range(100):
         step_of(planner)
     assert planner.load().pages_used == 5, "no page may be left"
-    planner.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
+    planner.transfers.land(PrefillDone(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 149}
     assert planner.idle
 
@@ -101,14 +102,14 @@ def test_jobs_that_wait_for_pages_of_prompts_that_have_not_come_are_starved_unti
     planner.submit(make_job("runs", tuple(range(70)), max_tokens=500))
     step_of(planner)
     for n in range(3):
-        planner.expect(elsewhere(f"{n}", 190 + n, max_tokens=8))
-        assert planner.open(JobId(f"{n}")) is not None
-    assert not planner.starved
+        planner.transfers.expect(elsewhere(f"{n}", 190 + n, max_tokens=8))
+        assert planner.transfers.open(JobId(f"{n}")) is not None
+    assert not planner.transfers.starved
     finish_all(planner)
-    assert planner.starved, "the pre-empted job waits for pages, and no running job will free any"
-    planner.compute_here(JobId("2"))
+    assert planner.transfers.starved, "the pre-empted job waits for pages, and no running job will free any"
+    planner.transfers.compute_here(JobId("2"))
     assert step_of(planner) is not None
-    assert not planner.starved
+    assert not planner.transfers.starved
 
 
 @functools.cache

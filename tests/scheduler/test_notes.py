@@ -10,7 +10,8 @@ from redline.messages.handoff import PrefillDone
 from redline.messages.job import JobId, PagesFrom
 from redline.messages.step import RowResult, StepResult
 from redline.policy.costs import StepCosts
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from tests.fakes import Story, World, hash_page, make_job
 
 CHEAP = StepCosts(rows=(1, 64), counts=(1, 8), target_ms=((10, 10.7), (10, 10.7)), draft_ms=(0.1, 0.1))
@@ -68,8 +69,8 @@ def test_who_ends_before_it_is_told_that_it_has_lost_its_pages_is_told_nothing_m
     world.submit(prompt(20, 3), max_tokens=70)
     world.plan()
     world.settle()
-    first, last = world.planner._running
-    world.planner._preempt(last, first)
+    first, last = world.planner._table.running
+    world.planner._builder.preempt(last, first)
     ended = world.planner.abort(last.job.id)
     assert [delta.finish for delta in ended] == ["aborted"]
     told = [delta for _ in range(3) for delta in step_of(world.planner)]
@@ -97,8 +98,8 @@ def test_steps_with_drafts_are_told_beside_what_they_were_expected_to_take() -> 
 def test_what_was_read_from_below_is_told_with_the_first_token() -> None:
     planner = Planner(8, PlanConfig(step_tokens=128), 300, hash_page)
     job = make_job("read", prompt(60), max_tokens=4)
-    planner.expect(msgspec.structs.replace(job, pages_from=PagesFrom(worker="p", epoch=1, inbox="p")))
-    planner.compute_here(job.id, READ)
+    planner.transfers.expect(msgspec.structs.replace(job, pages_from=PagesFrom(worker="p", epoch=1, inbox="p")))
+    planner.transfers.compute_here(job.id, READ)
     told = [delta for _ in range(3) for delta in step_of(planner)]
     assert [delta.noted for delta in told if delta.tokens][:2] == [(READ,), ()]
 
@@ -115,7 +116,7 @@ def test_notes_travel_and_what_has_none_pays_no_byte_for_them() -> None:
 def test_what_was_noted_where_a_prompt_was_computed_comes_with_its_first_token() -> None:
     planner = Planner(8, PlanConfig(step_tokens=128), 300, hash_page)
     job = make_job("lands", prompt(60), max_tokens=4)
-    planner.expect(msgspec.structs.replace(job, pages_from=PagesFrom(worker="p", epoch=1, inbox="p")))
-    planner.open(job.id)
-    (delta,) = planner.land(PrefillDone(job=JobId("lands"), tokens=(5,), noted=(READ,)))
+    planner.transfers.expect(msgspec.structs.replace(job, pages_from=PagesFrom(worker="p", epoch=1, inbox="p")))
+    planner.transfers.open(job.id)
+    (delta,) = planner.transfers.land(PrefillDone(job=JobId("lands"), tokens=(5,), noted=(READ,)))
     assert delta.noted == (READ,)

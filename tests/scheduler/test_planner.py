@@ -15,7 +15,8 @@ from redline.messages.delta import Delta
 from redline.messages.job import PAGE_TOKENS, JobId, MediaSpan
 from redline.messages.news import STEP_SIZES
 from redline.messages.step import RowResult, StepResult, TokenLogprobs
-from redline.scheduler.planner import MOST_STEP_TOKENS, PlanConfig, Planner
+from redline.scheduler.config import MOST_STEP_TOKENS, PlanConfig
+from redline.scheduler.planner import Planner
 from tests.fakes import Story, World, hash_page, make_job, page_hashes
 
 
@@ -71,15 +72,15 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
 def test_what_a_step_computes_of_a_job_is_told_until_it_has_settled():
     world = World(step_tokens=100, max_running=2, ahead=1)
     world.submit(prompt(250), max_tokens=1)
-    id = next(iter(world.planner._jobs))
-    assert world.planner.computing(id) is None
+    id = next(iter(world.planner._table.jobs))
+    assert world.planner.transfers.computing(id) is None
     world.plan(), world.plan()
-    assert world.planner.computing(id) == (0, 100), "the step that is settled next must be reported"
+    assert world.planner.transfers.computing(id) == (0, 100), "the step that is settled next must be reported"
     world.settle()
-    assert world.planner.computing(id) == (100, 200)
-    assert world.planner.computing(JobId("nobody")) is None
+    assert world.planner.transfers.computing(id) == (100, 200)
+    assert world.planner.transfers.computing(JobId("nobody")) is None
     world.settle()
-    assert world.planner.computing(id) is None
+    assert world.planner.transfers.computing(id) is None
     world.finish()
 
 
@@ -446,8 +447,8 @@ def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form()
         world.turn()
     if world.flights:
         world.settle()
-    (active,) = world.planner._running
-    world.planner._preempt(active, active)
+    (active,) = world.planner._table.running
+    world.planner._builder.preempt(active, active)
     world.finish()
     assert world.runner.resumed == 1
     assert world.runner.resumed_bits_compared > 100
@@ -460,8 +461,8 @@ def test_pages_are_exact_when_nothing_before_them_was_generated():
     whole = prompt(130) + story.expected
     world.submit(whole + prompt(70), max_tokens=1)
     world.finish()
-    pages = world.planner._cache.match(page_hashes(whole + prompt(70)))
-    assert [world.planner._cache.is_exact(page) for page in pages] == [True, True, False, False]
+    pages = world.planner._pages.cache.match(page_hashes(whole + prompt(70)))
+    assert [world.planner._pages.cache.is_exact(page) for page in pages] == [True, True, False, False]
 
 
 def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way():
@@ -469,7 +470,7 @@ def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way
     story = world.submit(prompt(200), prompt_logprobs=0)
     world.plan()
     world.settle()
-    world.planner._preempt(world.planner._running[0], world.planner._running[0])
+    world.planner._builder.preempt(world.planner._table.running[0], world.planner._table.running[0])
     world.finish()
     assert scored(story) == list(prompt(200)[1:])
 
@@ -549,9 +550,9 @@ def test_what_is_logged_of_pages_is_what_the_cache_has_and_what_they_are_of():
                 assert page.hash not in there
                 assert page.hash == hash_page(page.previous, page.tokens, page.salt)
                 there.add(page.hash)
-            assert there == set(world.planner._cache._nodes)
+            assert there == set(world.planner._pages.cache._nodes)
     world.finish()
-    assert any(world.planner._cache._nodes.values()), "the cache is empty, so nothing was compared"
+    assert any(world.planner._pages.cache._nodes.values()), "the cache is empty, so nothing was compared"
 
 
 def test_pages_of_images_are_not_logged():
@@ -573,7 +574,7 @@ def test_the_hashes_that_the_planner_makes_are_those_of_a_prompt():
     story = world.submit(prompt(100), max_tokens=100)
     world.finish()
     whole = prompt(100) + story.expected
-    assert len(world.planner._cache.match(page_hashes(whole))) == 3
+    assert len(world.planner._pages.cache.match(page_hashes(whole))) == 3
 
 
 # The books
@@ -583,7 +584,7 @@ def test_check_finds_a_lost_page():
     world = World()
     world.submit(prompt(100))
     world.plan()
-    world.planner._running[0].pages.pop()
+    world.planner._table.running[0].pages.pop()
     with pytest.raises(AssertionError, match="references by JOBS"):
         world.planner.check()
 
@@ -593,7 +594,7 @@ def test_check_finds_a_slot_given_twice():
     world.submit(prompt(100))
     world.submit(prompt(90, first=2))
     world.plan()
-    first, second = world.planner._running
+    first, second = world.planner._table.running
     second.slot = first.slot
     with pytest.raises(AssertionError, match="slots"):
         world.planner.check()

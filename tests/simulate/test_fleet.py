@@ -6,8 +6,8 @@ import random
 import msgspec
 import pytest
 
-from redline.policy.expected import Asked, Roles, Traffic
-from redline.policy.roles import Fleet as Chosen
+from redline.policy.expected import RequestTokens, Roles, Traffic
+from redline.policy.roles import FleetRoles as Chosen
 from redline.policy.roles import choose_roles, predict_roles
 from redline.policy.targets import Targets
 from redline.simulate.figures import figures, worker_seconds
@@ -89,7 +89,7 @@ def test_what_is_tried_is_what_a_run_comes_to():
     """The same as a long simulation of this traffic, except for growing queues, of which a short one sees less."""
     phases = [Phase(CHAT, 120, 18.0)]
     splits = [Roles(both=8), Roles(prefill=4, decode=4), Roles(prefill=6, decode=2)]
-    asked = [Asked(0, each.prompt, each.output, each.of) for each in made(phases, 2) if each.at_s < 60]
+    asked = [RequestTokens(0, each.prompt, each.output, each.of) for each in made(phases, 2) if each.at_s < 60]
     found = tried(Traffic(18.0, asked), KIMI_8_H200, TARGETS, splits)
     for roles in splits:
         simulation = Simulation(Setting(KIMI_8_H200, roles, TARGETS))
@@ -100,7 +100,7 @@ def test_what_is_tried_is_what_a_run_comes_to():
 
 
 def test_what_waits_already_counts_when_roles_are_tried():
-    few = [Asked(0, 2000, 200)] * 20
+    few = [RequestTokens(0, 2000, 200)] * 20
     both = Roles(both=2)
     empty, behind = (
         tried(Traffic(1.0, few, waiting), KIMI_8_H200, TARGETS, [both])[both] for waiting in ((), few * 30)
@@ -109,7 +109,7 @@ def test_what_waits_already_counts_when_roles_are_tried():
 
 
 def test_a_large_fleet_is_tried_as_a_small_one():
-    few = [Asked(0, 2000, 200)] * 20
+    few = [RequestTokens(0, 2000, 200)] * 20
     large, small = (
         tried(Traffic(count * 2.0, few), KIMI_8_H200, TARGETS, [Roles(prefill=count // 4, decode=3 * count // 4)])
         for count in (400, 16)
@@ -122,7 +122,7 @@ def test_a_large_fleet_is_tried_as_a_small_one():
     [
         (Traffic(0.0, ()), Roles(both=2)),
         (Traffic(1.0, ()), Roles(both=2)),
-        (Traffic(1.0, [Asked(0, 9, 9)]), Roles(prefill=2)),
+        (Traffic(1.0, [RequestTokens(0, 9, 9)]), Roles(prefill=2)),
     ],
 )
 def test_without_traffic_or_anybody_who_answers_nothing_is_tried(traffic: Traffic, roles: Roles):
@@ -155,7 +155,7 @@ def test_roles_stay_where_bounded_chunks_keep_what_is_promised():
         at += draw.expovariate(6.0)
         requests.append(Request(at, 20_000 if draw.random() < 0.3 else 200, 40, ()))
     targets, now = {"": Targets(ttft_s=15.0, itl_s=0.05)}, Roles(both=4)
-    traffic = Traffic(6.0, [Asked(0, each.prompt, each.output) for each in requests])
+    traffic = Traffic(6.0, [RequestTokens(0, each.prompt, each.output) for each in requests])
     found = {}
     for step_ms in (None, 50.0):
         model = msgspec.structs.replace(KIMI_8_H200, step_ms=step_ms)
@@ -176,7 +176,7 @@ def test_what_is_predicted_of_bounded_steps_is_what_is_played(load: float):
     simulation = Simulation(Setting(model, roles, targets))
     simulation.run(requests)
     played = figures(simulation, "", 100.0).attainment
-    asked = [Asked(each.cached, each.prompt - each.cached, each.output, each.of) for each in simulation.ended]
+    asked = [RequestTokens(each.cached, each.prompt - each.cached, each.output, each.of) for each in simulation.ended]
     predicted = predict_roles(Traffic(len(requests) / 100.0, asked), Chosen(4, model), targets, roles)
     assert predicted.attainment == pytest.approx(played, abs=0.05)
 

@@ -28,7 +28,7 @@ from redline.messages.handoff import (
 )
 from redline.messages.job import Abort, Job, JobId
 from redline.transport.memory import Disturbance, MemoryTransport
-from redline.worker import kv_receiver, kv_sender, kv_transfer
+from redline.worker import kv_incoming, kv_outgoing, kv_receiver, kv_sender
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.transfer_paths import Carrier
 from tests.handoff import Box, Pair, Side
@@ -112,8 +112,8 @@ def test_what_was_noted_of_a_prompt_is_told_by_who_answers() -> None:
     try:
         both.send([asked()])
         both.turn()
-        both.computes.engine.planner._jobs[asked().id].brought = read
-        assert not both.computes.exchange.keep([Delta(job=asked().id, noted=(lost,))]), (
+        both.computes.engine.planner._table.jobs[asked().id].brought = read
+        assert not both.computes.exchange._outgoing.keep([Delta(job=asked().id, noted=(lost,))]), (
             "the client gets its deltas from the other worker"
         )
         for _ in range(2000):
@@ -172,7 +172,7 @@ def test_a_worker_that_says_nothing_is_not_waited_for_longer_than_it_may() -> No
             both.turn()
             both.turn()
         both.computes.stopped = True  # and no message reports it
-        clock.now = kv_transfer.SILENCE_S + 1
+        clock.now = kv_incoming.SILENCE_S + 1
         answers = both.run()
         assert both.answers.exchange.counts == {"silence": 1}
     finally:
@@ -210,7 +210,7 @@ def test_a_prompt_that_nobody_wants_is_given_up() -> None:
             for _ in range(10):
                 both.turn()
             assert both.computes.engine.planner.load().pages_used > 0, "pages wait to be read"
-            clock.now = kv_transfer.WANT_S + 1
+            clock.now = kv_outgoing.WANT_S + 1
             both.turn()
         assert both.computes.engine.planner.load().pages_used == 0
         assert both.computes.exchange.idle
@@ -232,7 +232,7 @@ def test_a_parcel_that_nobody_has_read_in_time_fails_its_checksum_or_is_gone() -
             for _ in range(3):
                 both.turn()
             clock.now += kv_sender.LEASE_S + 1
-            both.computes.exchange.work()
+            both.computes.exchange.settled([])
             leaving = both.computes.exchange._ways["memory"].departures
             assert leaving is not None
             assert not leaving.lender.lent
@@ -467,7 +467,7 @@ def test_a_prompt_that_is_short_once_it_has_begun_long_after_a_silence_is_comput
         with torch.inference_mode():
             both.answers.turn()
             both.answers.exchange.hear(PrefillStarted(job=JobId("again")))
-            clock.now += kv_transfer.SILENCE_S + 1  # the process was stopped during its step
+            clock.now += kv_incoming.SILENCE_S + 1  # the process was stopped during its step
             both.computes.stopped = True
         answers = both.run()
         assert both.answers.exchange.counts == {"short": 1}
@@ -489,7 +489,7 @@ def test_who_waits_behind_other_prompts_is_patient_until_its_own_has_begun() -> 
                 both.answers.box.put(Queued(job=JobId("asked")))
                 both.turn()
             assert not both.answers.exchange.counts
-            clock.now += kv_transfer.SILENCE_S + 2
+            clock.now += kv_incoming.SILENCE_S + 2
             both.turn()
             both.turn()
         assert both.answers.exchange.counts == {"silence": 1}
@@ -520,19 +520,19 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
                 both.answers.box.put(PrefillStarted(job=one.id))
             for _ in range(500):
                 both.turn()
-            assert both.answers.engine.planner.starved, "the running job was pre-empted, and no job runs"
-            clock.now += kv_transfer.ROOM_S / 2
+            assert both.answers.engine.planner.transfers.starved, "the running job was pre-empted, and no job runs"
+            clock.now += kv_outgoing.ROOM_S / 2
             both.turn()
-            clock.now += kv_transfer.ROOM_S / 4
+            clock.now += kv_outgoing.ROOM_S / 4
             both.turn()
             assert not both.answers.exchange.counts
-            clock.now += kv_transfer.ROOM_S / 2
+            clock.now += kv_outgoing.ROOM_S / 2
             both.turn()
             assert both.answers.exchange.counts == {"room": 1}
-            assert arriving[2].id not in both.answers.exchange._in, "the newest job must be given up"
+            assert arriving[2].id not in both.answers.exchange._incoming.prompts, "the newest job must be given up"
             for _ in range(5):
                 both.turn()
-            assert not both.answers.engine.planner.starved
+            assert not both.answers.engine.planner.transfers.starved
         both.computes.stopped = False
         answers = both.run()
         finished(both)
@@ -558,7 +558,7 @@ def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_conn
             super().put(message)
             sent += 1
 
-    answers.exchange._outbox_of = lambda name: Counted(ipc_address(tmp_path / "run", name))
+    answers.exchange._connections.outbox_of = lambda name: Counted(ipc_address(tmp_path / "run", name))
     try:
         with SocketInbox(ipc_address(tmp_path / "run", "prefill")) as inbox, torch.inference_mode():
             both.send([asked(), asked("other", seed=2)])
@@ -570,9 +570,9 @@ def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_conn
                     for message in came:
                         computes.box.put(message)
                 both.turn()
-                if answers.exchange._offers:
+                if answers.exchange._incoming.offers:
                     break
-            assert answers.exchange._offers, "one chunk is being read, and others wait"
+            assert answers.exchange._incoming.offers, "one chunk is being read, and others wait"
             both.stop_computing()
             result = both.run()
     finally:
@@ -586,7 +586,7 @@ def test_a_worker_to_which_no_connection_can_be_made_is_not_waited_for() -> None
         raise ConfigError("no more sockets")
 
     both = pair()
-    both.answers.exchange._outbox_of = refuse
+    both.answers.exchange._connections.outbox_of = refuse
     both.computes.stopped = True
     try:
         answers = both.run([asked()])
@@ -735,7 +735,7 @@ def test_a_wish_that_was_lost_is_said_again() -> None:
                         lost.append(message)
                     else:
                         both.computes.box.put(message)
-        clock.now += kv_transfer.WORD_S
+        clock.now += kv_outgoing.WORD_S
         answers = both.run()
         assert both.answers.exchange.counts == {"taken over": 1}
         finished(both)
@@ -787,7 +787,7 @@ def test_a_prompt_that_loses_its_pages_while_its_parcels_wait_for_room_leaves_on
                 if turn < 4 or waits:  # the decode worker pauses until the pre-emption has happened
                     given += both.answers.turn()
                 if planner.load().preemptions > len(waits):
-                    waits += [out.piece is not None for out in both.computes.exchange._out.values()]
+                    waits += [out.piece is not None for out in both.computes.exchange._outgoing.prompts.values()]
                 if both.answers.exchange.counts["taken over"] and both.answers.idle and both.computes.idle:
                     break
         assert waits == [True]

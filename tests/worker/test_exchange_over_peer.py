@@ -254,7 +254,7 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
     """While another reader never takes its chunk, so that one lease is always active."""
     both = pair(book)
     computes = both.computes.exchange
-    (first, *_) = computes._departures
+    (first, *_) = computes._outgoing._departures
     other = first.lender.lend(256, "another reader", 1e9)
     assert other is not None
     try:
@@ -263,11 +263,11 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
             with torch.inference_mode():
                 for _ in range(1000):
                     both.turn()
-                    if both.answers.idle and not computes._out:
+                    if both.answers.idle and not computes._outgoing.prompts:
                         break
             both.turn()  # processes the last message
             assert first.lender.lent == (other,)
-            assert computes._leases == {}
+            assert computes._outgoing._leases == {}
         assert computes.counts["handed over"] == 4
     finally:
         first.lender.drop(other)

@@ -11,11 +11,11 @@ from redline.kernels.cpu import native
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.shapes import KIMI_K26
-from redline.policy.floor import Counted
+from redline.policy.floor import StepContents
 from redline.worker import floor
 from redline.worker.floor import measure, step_work
 
-ONE = Counted(positions=1, heads=1)
+ONE = StepContents(positions=1, heads=1)
 
 
 def test_kimis_step_of_one_token_by_hand() -> None:
@@ -40,7 +40,7 @@ def test_it_is_the_floor_of_redline_bench_decode(ranks: int) -> None:
     )  # fmt: skip
     experts = 60 * 384 * (1 - (1 - 8 / 384) ** (rows * tokens))
     pairs = rows * (tokens * context + tokens * (tokens + 1) / 2)
-    counted = Counted(rows * tokens, rows * tokens, rows * (context + tokens), pairs)
+    counted = StepContents(rows * tokens, rows * tokens, rows * (context + tokens), pairs)
     ours, theirs = step_work(KIMI_K26, torch.float8_e4m3fn, ranks), depth.cost(experts)
     assert ours.bytes(counted) == pytest.approx(theirs.bytes, rel=1e-9)
     assert ours.operations(counted) == pytest.approx(theirs.flops, rel=1e-9)

@@ -13,8 +13,6 @@ from zlib import crc32
 
 import msgspec
 import pytest
-from redline.worker.cache_reports import CacheReports
-from redline.worker.service import Service
 
 from redline.messages.channel import MemoryChannel
 from redline.messages.codec import Wire
@@ -24,10 +22,13 @@ from redline.messages.job import Job, JobId, PagesFrom
 from redline.messages.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Stop
 from redline.messages.replicas import Replica, Replicas
 from redline.messages.step import Step
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
+from redline.worker.cache_reports import CacheReports
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.heartbeat import LoopStatus, LoopWatchdog
 from redline.worker.loop import lead
+from redline.worker.service import Service
 from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S, until

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from redline.worker.service import Service
 
 from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
@@ -24,11 +23,14 @@ from redline.messages.job import Abort, Grammar, Job, JobId
 from redline.messages.news import Load, Missed, Ping, Stop
 from redline.messages.step import Shape, Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.worker import loop
 from redline.worker.heartbeat import LoopStatus
-from redline.worker.loop import COMPILES_S, StepInFlight, lead, turn
+from redline.worker.loop import COMPILES_S, lead
+from redline.worker.service import Service
 from redline.worker.trace import Trace
+from redline.worker.turn import StepInFlight, turn
 from tests.clocks import FakeClock
 from tests.fakes import FakePending, FakeRunner, Rests, Steady, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S, until
@@ -182,7 +184,7 @@ class Departing(Service):
 
     @property
     def leaves(self) -> bool:
-        return self._planner.computing(self._job) is not None
+        return self._planner.transfers.computing(self._job) is not None
 
     def depart(self, layers: int) -> None:
         self.done.append(layers)

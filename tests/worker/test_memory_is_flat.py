@@ -12,7 +12,7 @@ import torch
 
 from redline.chat.hashing import make_job
 from redline.messages.job import JobId, Sampling
-from redline.worker.loop import StepInFlight, turn
+from redline.worker.turn import StepInFlight, turn
 from tests.tiny_model import BOTH, FINGERPRINT, VOCABULARY, open_engine, tiny_model
 
 KINDS: tuple[dict[str, Any], ...] = (

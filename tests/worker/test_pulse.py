@@ -8,7 +8,8 @@ from redline.messages.channel import MemoryChannel
 from redline.messages.news import Heartbeat, Ping, Ready, Stop
 from redline.messages.step import Step, StepResult
 from redline.router.worker_registry import MOVE_S, WorkerHandle, WorkerRegistry
-from redline.scheduler.planner import PlanConfig, Planner
+from redline.scheduler.config import PlanConfig
+from redline.scheduler.planner import Planner
 from redline.worker import heartbeat as module
 from redline.worker.heartbeat import BEAT_S, LoopStatus, LoopWatchdog
 from redline.worker.loop import lead
@@ -87,8 +88,8 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
     pulse, inbox, beats = LoopStatus(), MemoryChannel(), MemoryChannel()
     planner = Planner(8, config, 200, hash_page)
     inbox.put(make_job("a", (1, 2, 3), max_tokens=1))
-    arguments = [planner, Slow(8, config), inbox, MemoryChannel(), None, pulse]
-    thread = threading.Thread(target=lead, args=arguments)
+    arguments = [planner, Slow(8, config), inbox, MemoryChannel()]
+    thread = threading.Thread(target=lead, args=arguments, kwargs={"pulse": pulse})
     with LoopWatchdog(pulse, beats, 64, pytest.fail):
         thread.start()
         assert started.wait(LIMIT_S)

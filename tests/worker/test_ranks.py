@@ -25,10 +25,10 @@ from redline.model.k2.shard import rooms_of
 from redline.model.k2.write import random_checkpoint
 from redline.policy.costs import StepCosts
 from redline.run import runner
-from redline.run.fit import Sizes
+from redline.run.fit import MemorySizes
 from redline.worker import engine, ranks
 from redline.worker.config import EngineConfig, RankConfig, Suffix
-from redline.worker.drawn import Account, Comparison
+from redline.worker.drawn import DigestComparison, TokenDigest
 from redline.worker.engine import EngineCore, load_model
 from redline.worker.ranks import Ranks
 from tests import forked
@@ -41,6 +41,7 @@ FOLLOWER = """
 import signal, sys
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.run import runner
+from redline.run.eager_step import EagerSteps
 from redline.run.runner import Runner
 from redline.worker import engine, rank
 {changes}
@@ -138,7 +139,7 @@ def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch:
     monkeypatch.setattr(runner, "STEP_S", 3600.0)
     follow(
         monkeypatch,
-        "def fails(self, spans): raise ValueError('odd')\nRunner._compute = fails\n"
+        "def fails(self, spans): raise ValueError('odd')\nEagerSteps._compute = fails\n"
         "Runner.close = lambda self: signal.pause()",
     )
     core = EngineCore.load(folder, config())
@@ -335,11 +336,11 @@ def before_a_step(given: Any, patch: pytest.MonkeyPatch, wait: Callable[[], obje
 def test_a_rank_that_draws_another_token_ends_all_with_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(
         monkeypatch,
-        "chosen, steps = Runner._chosen, []\n"
+        "chosen, steps = EagerSteps._chosen, []\n"
         "def other(self, spans, out):\n"
         "    steps.append(1)\n"
         "    return [token ^ (len(steps) == 5) for token in chosen(self, spans, out)]\n"
-        "Runner._chosen = other",
+        "EagerSteps._chosen = other",
     )
     core = EngineCore.load(folder, config())
     try:
@@ -360,7 +361,7 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
     """The seventh step differs: it must be the one that is named, although later steps may be known already."""
 
     def compare(steps: list[StepResult]) -> None:
-        zero, comparison = Account(), Comparison(1)
+        zero, comparison = TokenDigest(), DigestComparison(1)
         for n in range(-2, len(steps) + 2):
             if 0 <= n + ahead < len(steps):
                 zero.note(STEPS[n + ahead])
@@ -380,7 +381,7 @@ def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
     def calls(rows: int) -> int:
         """Calls of Python and C functions by both ranks together, in the second step that they compare."""
         steps = [step_of(number, *[(1000 + row, 5, 6) for row in range(rows)]) for number in (1, 2)]
-        zero, comparison, count = Account(), Comparison(1), 0
+        zero, comparison, count = TokenDigest(), DigestComparison(1), 0
 
         def seen(_: object, event: str, __: object) -> None:
             nonlocal count
@@ -401,7 +402,7 @@ def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
 
 
 def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> None:
-    zero, comparison = Account(), Comparison(3)
+    zero, comparison = TokenDigest(), DigestComparison(3)
     comparison.hear(Drawn())
     comparison.note(step_of(10, (5,)))
     zero.note(STEPS[0])
@@ -416,11 +417,11 @@ def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> 
 
 
 def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group is open when free memory is read, and its inbox is part of what `Sizes` counts."""
+    """The group is open when free memory is read, and its inbox is part of what `MemorySizes` counts."""
     words = 2 * rooms_of(Checkpoint.open(folder).config, 2).words
     seen: list[int] = []
 
-    def fitted(_: Sizes, free: int, *__: object, **___: object) -> None:
+    def fitted(_: MemorySizes, free: int, *__: object, **___: object) -> None:
         seen.append(free)
         raise EOFError
 

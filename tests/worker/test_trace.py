@@ -16,7 +16,7 @@ from tests.fakes import make_job
 
 
 def tell(trace: Trace, id: str, **delta: object) -> None:
-    trace.told(Delta(job=JobId(id), **delta))  # type: ignore[arg-type]
+    trace.sending(Delta(job=JobId(id), **delta))  # type: ignore[arg-type]
 
 
 def lines(path: Path) -> list[dict]:
@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict]:
 def test_a_line_has_tokens_and_the_rounds_that_verified_drafts(tmp_path: Path):
     path = tmp_path / "trace.jsonl"
     trace = Trace(path)
-    trace.submit(make_job("a", (1, 2, 3)))
+    trace.hear(make_job("a", (1, 2, 3)))
     tell(trace, "a", tokens=(4,))
     tell(trace, "a", tokens=(5, 6), proposed=3, accepted=1)
     tell(trace, "a", tokens=(7,))
@@ -42,7 +42,7 @@ def test_a_trace_goes_on_where_the_last_one_ended_and_only_its_owner_reads_it(tm
     path = tmp_path / "trace.jsonl"
     for id in "ab":
         trace = Trace(path)
-        trace.submit(make_job(id, (1,)))
+        trace.hear(make_job(id, (1,)))
         tell(trace, id, finish="aborted")
         tell(trace, id, finish="aborted")
         trace.close()
@@ -73,7 +73,7 @@ def test_lost_lines_are_told_once_and_the_next_one_is_whole(
     with caplog.at_level(logging.ERROR):
         for id, more in (("a", []), ("b", [0]), ("c", [])):
             room += more
-            trace.submit(make_job(id, (1,)))
+            trace.hear(make_job(id, (1,)))
             tell(trace, id, finish="length")
     trace.close()
     part, whole = path.read_text().splitlines()

@@ -18,7 +18,7 @@ from redline.transport.peer import PeerTransport
 from redline.worker import transfer_paths
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
+from redline.worker.parcel_memory import BufferSizes, GpuParcels, HostParcels, PinnedParcels
 from redline.worker.transfer_paths import Carrier, TransferPath, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book, BookGpu
 
@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 
 
 class Small(HostParcels):
-    sizes = Sizes(parcel=1 << 16, area=1 << 18, landing=1 << 18)
+    sizes = BufferSizes(parcel=1 << 16, area=1 << 18, landing=1 << 18)
 
 
 class Huge(HostParcels):
-    sizes = Sizes(parcel=1 << 16, area=1 << 50, landing=1 << 18)
+    sizes = BufferSizes(parcel=1 << 16, area=1 << 50, landing=1 << 18)
 
 
 def kv() -> KvPool:

@@ -21,7 +21,7 @@ from redline.chat.schema import Written, loosen
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
 from redline.messages.base import Record
-from redline.policy.grammar import NOT_TOLD, Budget, parser_limits
+from redline.policy.grammar import NOT_TOLD, GrammarBudget, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -162,7 +162,7 @@ def line_of(error: str) -> str:
 def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> str | None:
     """Follow the grammar along randomly drawn allowed tokens, as a worker would. Returns why that fails or takes too
     long; None: no problem was found. rather: tokens that are drawn half the time if they are allowed."""
-    budget, began = Budget(), clock.thread_time()
+    budget, began = GrammarBudget(), clock.thread_time()
     for _ in range(WALKED):
         forced = matcher.compute_ff_tokens()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")

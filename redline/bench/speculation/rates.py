@@ -45,7 +45,7 @@ from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.policy.synthetic import Acceptance
-from redline.worker.acceptance import Round, acceptance_length, spoken
+from redline.worker.acceptance import DraftRound, acceptance_length, spoken
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
     seconds: float  # in decode steps
     tokens: int  # generated in these steps
-    rounds: list[list[Round]]  # rounds of speculation, by answer
+    rounds: list[list[DraftRound]]  # rounds of speculation, by answer
     floor_s: float = 0.0  # the floor of these steps in seconds; 0: not known
 
 

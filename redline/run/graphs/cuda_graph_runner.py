@@ -72,7 +72,7 @@ _NO_MASKS: Mapping[int, Callable[[], Tensor]] = {}
 _log = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
+class RowOutcome(NamedTuple):
     """The outcome of one row: the slot's tokens before the step, the positions that ran, the new tokens, the next
     drafts."""
 
@@ -182,10 +182,10 @@ class GraphReplay:
         self._before = before
         self._scored = scored
         self._lock = threading.Lock()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RowOutcome] = []
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RowOutcome]:
         """The outcome of each row, in order; the first call waits for the device."""
         with self._lock:
             if not self.landed:
@@ -195,7 +195,7 @@ class GraphReplay:
                 self._wait()
                 rows: list[list[int]] = self._buffers.results[: len(self.step.rows)].tolist()
                 self._outcomes = [
-                    Outcome(
+                    RowOutcome(
                         row[BEFORE],
                         row[RAN],
                         row[BY],

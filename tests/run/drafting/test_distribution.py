@@ -25,7 +25,7 @@ from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling, Thinking
 from redline.messages.step import Begin, Row, Step
 from redline.model.k2.forward import predicted
-from redline.run.drafting.learned import Drafting
+from redline.run.drafting.learned import SlotDrafters
 from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.run.sampling.on_host import adjusted, kept
@@ -126,7 +126,7 @@ def runner(kind: str) -> Runner:
     drafter: Any = None if kind == "suffix" else Guess()
     model: Any = Table()
     made = Runner(model, layout, SLOTS, drafter, suffix=kind == "suffix", tokens=tokens)
-    made.drafting = Drafting(drafter, made.slots, made.kv, certain=kind == "certain")
+    made.drafting = SlotDrafters(drafter, made.slots, made.kv, certain=kind == "certain")
     return made
 
 

@@ -24,7 +24,7 @@ from redline.policy.choose import Worth
 from redline.run.runner import Runner
 from redline.worker.config import Learned
 from redline.worker.engine import EngineCore
-from redline.worker.loop import turn
+from redline.worker.turn import turn
 from tests.tiny_model import (
     BOTH,
     LEARNED,
