@@ -163,8 +163,7 @@ class Gateway:
         self._served = ServedRate(clock)
         metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
-        marks = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
-        self._call_marks = tuple(tokenizer.specials[mark] for mark in marks if mark in tokenizer.specials)
+        self._call_marks = tokenizer.call_marks
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
@@ -744,6 +743,8 @@ class Gateway:
                 if size > chars:
                     raise ContextTooLong(f"{param} is {size} characters; this model reads at most {chars}", param)
             case Conversation():
+                if prompt.tools and not self._style.declares_tools:
+                    raise RequestError("this model's chat template declares no tools; leave `tools` out", "tools")
                 size = _size(prompt)
             case _:
                 if len(prompt) > most:
