@@ -180,5 +180,5 @@ def test_the_end_of_an_answer_must_be_a_control_token(tmp_path: Path):
     write_tiny_deepseek_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with pytest.raises(CheckpointError, match="tokenizer_config.json: eos_token: .* no control token <end>"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: eos_token: .* no control token <end>"):
         Tokenizer.open(tmp_path)
