@@ -17,6 +17,7 @@ from redline.cli.console import save_result, until_interrupted
 from redline.cli.verbs import GradeConfig
 from redline.disk import check_output
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of
@@ -34,7 +35,7 @@ def run(config: GradeConfig, console: Console) -> int:
     for folder in filter(None, (config.folder, config.against)):
         Checkpoint.open(folder)
         Tokenizer.open(folder)
-        style_of(folder)
+        style_of(folder, spec_of(folder).chat)
     if config.save is not None:
         check_output(config.save)
     return until_interrupted(lambda: _run(config, console), console, KEPT)

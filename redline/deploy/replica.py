@@ -38,6 +38,7 @@ from redline.messages.base import Record
 from redline.messages.channel import AsyncSocketInbox, SocketOutbox
 from redline.messages.news import Missed, Stop
 from redline.messages.replicas import AtWorker, Drain, OfKey, ReplicaQuery, ReplicaReply, Roster, Start, Use
+from redline.model.spec import spec_of
 from redline.router.worker_registry import WorkerHandle
 
 SWITCH_S = 0.0005  # interpreter switch interval: the event loop waits at most this long for a thread that tokenizes
@@ -91,7 +92,7 @@ class _Replica:
         self._front: Front = open_front(
             config,
             Tokenizer.open(folder),
-            style_of(folder),
+            style_of(folder, spec_of(folder).chat),
             OwnMetrics(config.names[0]),
             Connections(limits_of(config)),
             replica=told.name,

@@ -54,6 +54,7 @@ from redline.disk import drop_held
 from redline.errors import CheckpointError, ConfigError, RedlineError
 from redline.folder import check_drafter, check_model
 from redline.messages.news import Ready
+from redline.model.spec import spec_of
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
 log = logging.getLogger("redline.deploy")
@@ -257,7 +258,7 @@ async def _serve_through(
         admin_key, file = f"sk-{secrets.token_hex(16)}", sockets / "admin-keys.txt"
         file.write_text(f"admin {admin_key}\n")
         config = msgspec.structs.replace(config, admin_keys_file=str(file))
-    tokenizer, style = Tokenizer.open(folder), style_of(folder)
+    tokenizer, style = Tokenizer.open(folder), style_of(folder, spec_of(folder).chat)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # checked before minutes of loading the model
 

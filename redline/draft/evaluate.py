@@ -42,6 +42,7 @@ from redline.messages.base import Record
 from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
 from redline.worker.acceptance import DraftRound, Spoken, acceptance_length, by_position, perfect, spoken
 from redline.worker.config import EngineConfig, Learned
@@ -486,7 +487,8 @@ def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
     else:
         found, skipped = read_prompts(Path(config.prompts)) if config.prompts is not None else ([], [])
         found = found if config.prompts is not None else prompts(config.domains, config.count, config.seed + HELD_OUT)
-        tokenizer, style = Tokenizer.open(Path(config.target)), style_of(Path(config.target))
+        target = Path(config.target)
+        tokenizer, style = Tokenizer.open(target), style_of(target, spec_of(target).chat)
         asked = [
             Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style))) for one in found
         ]

@@ -34,11 +34,11 @@ from redline.messages.job import Abort, Job, JobId
 from redline.messages.news import Ready, Stop
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
-from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
-from redline.model.k2.load import load, why_not
-from redline.model.k2.random_weights import check_in_memory, random_k2
+from redline.model.k2.load import why_not
+from redline.model.k2.random_weights import check_in_memory
+from redline.model.spec import spec_of
 from redline.policy.floor import StepFloor
 from redline.policy.forecast import StepForecast
 from redline.run.fit import Layout, MemorySizes, fit, in_steps
@@ -150,7 +150,7 @@ class EngineCore:
         device = device or pick_device(config.device)
         if config.ranks == 1:
             return cls(load_model(folder, config, device, ALONE, progress, aside, alone), config)
-        model = K2Config.from_folder(Path(folder))
+        model = spec_of(folder).loader.config(folder)
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
             ranks = Ranks(str(folder), config, device, model, lost, alone=alone, aside=aside)
@@ -293,7 +293,7 @@ class Engine:
         progress: called with (bytes read, bytes in total). Raises ConfigError or CheckpointError.
         """
         engine = EngineCore.load(folder, config or EngineConfig(), device=device, progress=progress)
-        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
+        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder), spec_of(folder).chat))
 
     def _serve(self) -> None:
         try:
@@ -407,8 +407,11 @@ def load_model(
     aside: bytes of the device to leave free for other uses. alone: as in `EngineCore.load`. It is a collective call: it
     returns on all ranks at the same time. Raises the same errors as `EngineCore.load`.
     """
-    checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
-    geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
+    loader = spec_of(folder).loader
+    checkpoint = loader.open(folder) if config.random_weights is None else None
+    geometry = loader.config(folder) if checkpoint is None else checkpoint.config
+    if (refusal := loader.refusal(geometry, device)) is not None:
+        raise ConfigError(f"{folder}: {refusal}")
     if config.random_weights is not None:
         check_in_memory(geometry, config.random_weights, "engine.random_weights")
     dtype = kv_dtype_of(config.kv_dtype)
@@ -445,12 +448,12 @@ def load_model(
             if progress is not None:
                 progress(sizes.weight_bytes * layers // of, sizes.weight_bytes)
 
-        model = random_k2(geometry, config.random_weights, most, device, made, group)
+        model = loader.random(geometry, config.random_weights, most, device, made, group)
         fingerprint = f"random {config.random_weights} of {geometry}"
     else:
         if progress is not None:
             checkpoint.progress = _counted(progress, checkpoint.bytes)
-        model, fingerprint = load(checkpoint, device, group), checkpoint.fingerprint
+        model, fingerprint = loader.load(checkpoint, device, group), checkpoint.fingerprint
     if drafter is not None:
         assert isinstance(speculation, Learned), "only `Learned` speculation names a drafter"
         drafter.prepare(model, speculation.head_bits)

@@ -23,7 +23,7 @@ from redline.messages.channel import SocketInbox
 from redline.messages.news import Stop
 from redline.messages.ranks import Export, Grow, Scatter
 from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
-from redline.model.k2.config import K2Config
+from redline.model.spec import spec_of
 from redline.run.pending import Pending
 from redline.run.runner import Runner
 from redline.worker.config import RankConfig
@@ -63,7 +63,7 @@ def _follow(config: RankConfig) -> None:
     device = device_of(config.rank, pick_device(engine.device))
     if device.type == "cpu":
         native.share_processors(engine.ranks)
-    model = K2Config.from_folder(Path(config.weights))
+    model = spec_of(config.weights).loader.config(config.weights)
     group = open_group(Path(config.folder), config.rank, engine.ranks, device, model)
     loaded = load_model(config.weights, engine, device, group, aside=config.aside, alone=config.alone)
     inbox = SocketInbox(config.inbox)

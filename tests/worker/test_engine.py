@@ -346,7 +346,7 @@ def test_numbers_that_cannot_work_together_are_refused_before_the_weights_are_re
     def read(*_: object) -> None:
         pytest.fail("the weights are read")
 
-    monkeypatch.setattr("redline.worker.engine.load", read)
+    monkeypatch.setattr("redline.model.k2.load.load", read)
     with pytest.raises(ConfigError, match=words):
         EngineCore.load(folder, msgspec.structs.replace(CONFIG, **change))
 
@@ -370,7 +370,7 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name_before_the_weights_are_r
     path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     save_file({**load_file(weights), **tensors}, weights)
-    monkeypatch.setattr("redline.worker.engine.load", lambda *_: pytest.fail("the model's weights are read"))
+    monkeypatch.setattr("redline.model.k2.load.load", lambda *_: pytest.fail("the model's weights are read"))
     if name == "a size for a GPU":
         monkeypatch.setattr("redline.worker.engine.why_not", lambda *_: None)
     asked = msgspec.structs.replace(CONFIG, speculation=Learned(drafter=str(tmp_path)))

@@ -261,8 +261,9 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
     gate, slices = tmp_path / "gate", 0
     os.mkfifo(gate)
     follow(
-        monkeypatch, f"load = engine.load\ndef slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
-        "engine.load = slow",
+        monkeypatch, "from redline.model.k2 import load as opened\nload = opened.load\n"
+        f"def slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
+        "opened.load = slow",
     )  # fmt: skip
     meet = SharedMemoryGroup._meet
 

@@ -55,6 +55,8 @@ class Encoder:
                 if size > chars:
                     raise ContextTooLong(f"{param} is {size} characters; this model reads at most {chars}", param)
             case Conversation():
+                if prompt.tools and not self.style.declares_tools:
+                    raise RequestError("this model's chat template declares no tools; leave `tools` out", "tools")
                 size = _size(prompt)
             case _:
                 if len(prompt) > most:

@@ -35,9 +35,7 @@ class JobBuilder:
         self._encoder = encoder
         self._limits = limits
         self._replica = replica
-        marks = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
-        specials = encoder.tokenizer.specials
-        self._call_tokens = tuple(specials[mark] for mark in marks if mark in specials)
+        self._call_tokens = encoder.tokenizer.call_marks
 
     async def sampling(self, ask: Ask, prompt: Prompt, tokens: Sequence[int], limit: int, param: str) -> Sampling:
         """The sampling parameters of a prompt's jobs, without the seed. tokens: of the prompt. limit: the context

@@ -35,10 +35,11 @@ _INWARD = b'{[":,'  # bytes that continue or open nested JSON values
 
 
 class Vocabulary(Record, frozen=True):
-    """The first frame: tokens by id, names of control tokens, and the memory limit."""
+    """The first frame: tokens by id, names of control tokens, which of them end an answer, and the memory limit."""
 
     tokens: tuple[bytes, ...]
     names: dict[int, str]
+    ends: tuple[str, ...]
     memory_bytes: int
 
 
@@ -85,7 +86,7 @@ def main() -> None:
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (vocabulary.memory_bytes, vocabulary.memory_bytes))
     ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
-    tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names))
+    tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names, ends=vocabulary.ends))
     inward = [ranks[bytes([byte])] for byte in _INWARD if bytes([byte]) in ranks]
     while (data := _frame(inlet)) is not None:
         outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=GrammarTrial), tokens, inward)))

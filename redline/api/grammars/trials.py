@@ -252,6 +252,8 @@ class GrammarProcess:
 
 def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
     """The first frame sent to a process."""
-    tokens = tuple(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED)))
-    names = {token: name for name, token in tokenizer.specials.items()}
-    return framed(Vocabulary(tokens=tokens, names=names, memory_bytes=memory_bytes))
+    tokens = tuple(map(tokenizer.token_bytes, tokenizer.ordinary))
+    controls = sorted(tokenizer.specials, key=tokenizer.specials.__getitem__)[:RESERVED]
+    names = dict(enumerate(controls, len(tokens)))
+    ends = tuple(str(tokenizer.name(token)) for token in tokenizer.stop_ids)
+    return framed(Vocabulary(tokens=tokens, names=names, ends=ends, memory_bytes=memory_bytes))

@@ -9,6 +9,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus.corpus import read_examples
 from redline.draft.corpus.prompts import DOMAINS, Prompt, prompts, read_prompts
 from redline.errors import ConfigError
+from redline.model.spec import spec_of
 from redline.quant.texts import Text
 
 OF_A_DOMAIN = 200  # prompts per domain from our templates
@@ -33,6 +34,6 @@ def read_texts(folder: Path, files: Sequence[Path]) -> list[Text]:
         if not examples and not here:
             raise ConfigError(f"{path}: contains no text; expected a corpus of `redline draft synth`, or prompts")
     if asked:
-        tokenizer, style = Tokenizer.open(folder), style_of(folder)
+        tokenizer, style = Tokenizer.open(folder), style_of(folder, spec_of(folder).chat)
         found += [Text(one.domain, tuple(encode(conversation(one), tokenizer, style))) for one in asked]
     return found

@@ -30,6 +30,7 @@ from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
+from redline.model.spec import spec_of
 from redline.policy.synthetic import Acceptance, rates_of, read_acceptance
 from redline.progress import Working
 from redline.worker.config import EngineConfig
@@ -74,7 +75,7 @@ def run(config: SpeculateConfig, console: Console) -> int:
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) in this folder; name a file with --prompts")
-    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), config.questions)
+    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder, spec_of(folder).chat), config.questions)
     if not questions:
         raise ConfigError(f"{', '.join(map(str, paths))}: contains no prompt")
     return until_interrupted(lambda: _run(config, folder, target, questions, console), console)

@@ -28,6 +28,7 @@ from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
@@ -142,7 +143,7 @@ def check_target(folder: Path, device: str | None) -> None:
     pick_device(device)
     Checkpoint.open(folder)
     Tokenizer.open(folder)
-    style_of(folder)
+    style_of(folder, spec_of(folder).chat)
     generation_config_of(folder)
 
 

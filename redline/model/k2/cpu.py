@@ -261,6 +261,8 @@ class Reader:
             chosen=config.num_experts_per_tok,
             normalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
+            groups=config.n_group,
+            chosen_groups=config.topk_group,
         )
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:

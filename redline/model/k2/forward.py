@@ -110,7 +110,7 @@ def route(x: Tensor, experts: Moe | None) -> Routed | None:
     if experts is None:
         return None
     e = experts
-    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale, e.groups, e.chosen_groups)
     return Routed(e.gate_up, e.down, ids, weights)
 
 

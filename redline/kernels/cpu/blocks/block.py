@@ -35,6 +35,8 @@ class Moe:
     chosen: int  # number of experts per token
     normalise: bool  # whether a token's weights are divided by their sum
     scale: float  # factor of the weights after normalisation
+    groups: int = 1  # groups of experts by id
+    chosen_groups: int = 1  # groups whose experts may be chosen
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Block:
             k=0 if moe_ is None else moe_.chosen,
             I=width,
             normalise=False if moe_ is None else moe_.normalise,
+            groups=1 if moe_ is None else moe_.groups,
+            chosen_groups=1 if moe_ is None else moe_.chosen_groups,
         )
 
 

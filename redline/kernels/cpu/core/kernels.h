@@ -35,6 +35,7 @@ struct RouteExpertsCall {
     float* weights;     // [T, k]
     int T, D, E, k, normalise;
     float scale;
+    int groups, chosen_groups;  // of E / groups experts; only those of the chosen groups may be chosen
 };
 
 // Codes have scales: bf16 of INT4; e4m3 of NVFP4, which also has one float32 for each panel (wholes). What a format does not
