@@ -35,7 +35,8 @@ SLOT = 0
 ASKED = 1  # maximum positions: one and the drafts; 0: the row is padding
 LENGTH = 2  # new length of the slot, if the host has changed it; else KEEP
 SLOT_FACTS = slice(3, 3 + FACTS)  # valid if LENGTH is given
-CELLS = slice(9, 9 + MOST_PAGES)  # indices in the flattened page tables, into which PAGES are written
+# Indices in the flattened page tables, into which PAGES are written.
+CELLS = slice(SLOT_FACTS.stop, SLOT_FACTS.stop + MOST_PAGES)
 PAGES = slice(CELLS.stop, CELLS.stop + MOST_PAGES)
 PROPOSE = PAGES.stop  # maximum drafts that the drafter makes after the row; -1: it does not read the row
 MATCH = PROPOSE + 1  # minimum length in tokens of a suffix match to draft from; 0: suffix matching is off
