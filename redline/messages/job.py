@@ -49,7 +49,6 @@ class Sampling(Record, frozen=True):
     top_k: Annotated[int, Option(Stage.FILTER, -1, 1 << 20, _BUT_RESPONSES, 3, file=True, off=-1, note="0: off")] = 0
     # keeps tokens with p >= min_p * max p
     min_p: Annotated[float, Option(Stage.FILTER, 0, 1, _OPENAI, 0.2, file=True, note="of the largest p")] = 0.0
-    typical_p: Annotated[float, Option(Stage.FILTER, 0.001, 1, _OPENAI, 0.4, file=True, note="locally typical")] = 1.0
     presence_penalty: Annotated[float, Option(Stage.PENALTY, -2, 2, _OPENAI, 0.5, "O", note="of the answer")] = 0.0
     frequency_penalty: Annotated[float, Option(Stage.PENALTY, -2, 2, _OPENAI, 0.5, "O", note="of the answer")] = 0.0
     # It divides and multiplies float32 logits: at 1e-40 they would overflow, and the argmax be undefined.

@@ -80,22 +80,9 @@ def _at_least_min_p(weight_RV: Tensor, min_p_R: Tensor) -> Tensor:
     return weight_RV >= (min_p_R * weight_RV.amax(-1)).float()[:, None]
 
 
-def _typical(weight_RV: Tensor, typical_p_R: Tensor) -> Tensor:
-    """Locally typical sampling (Meister et al. 2022): the tokens with information nearest to the entropy, of typical_p
-    together, and those as near as the last of them."""
-    share_RV = weight_RV / weight_RV.sum(-1, keepdim=True)
-    log_RV = torch.where(share_RV > 0, share_RV, 1.0).log()
-    entropy_R1 = -(share_RV * log_RV).sum(-1, keepdim=True)
-    far_RV = torch.where(share_RV > 0, (entropy_R1 + log_RV).abs(), torch.inf)
-    sorted_RV, order_RV = far_RV.sort(-1)
-    mass_RV = share_RV.gather(1, order_RV).cumsum(-1, dtype=torch.float64)
-    last_R1 = torch.searchsorted(mass_RV, typical_p_R[:, None].contiguous()).clamp(max=weight_RV.shape[1] - 1)
-    return (far_RV <= sorted_RV.gather(1, last_R1)) | (typical_p_R[:, None] >= 1)
-
-
 # Filters after top_k and top_p, in this order: from the weights that are left (float32 [R, V], 0 for excluded tokens)
 # and the option's column [R] to the tokens that it keeps, bool [R, V]. No shape may depend on a value.
-FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"min_p": _at_least_min_p, "typical_p": _typical}
+FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"min_p": _at_least_min_p}
 
 
 def cost(args: SampleArgs) -> Cost:

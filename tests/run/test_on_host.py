@@ -67,15 +67,6 @@ def distribution(logits: Tensor, sampling: Sampling, prompt: list[int], generate
             nucleus.append(token)
         before += weight[token]
     kept = [token for token in nucleus if weight[token] >= sampling.min_p * weight[order[0]]]
-    total = sum(weight[token] for token in kept)
-    information = {token: -math.log(weight[token] / total) for token in kept}
-    entropy = sum(weight[token] / total * information[token] for token in kept)
-    before, typical = 0.0, []
-    for token in sorted(kept, key=lambda token: abs(information[token] - entropy)):
-        if before < sampling.typical_p * total or not typical:
-            typical.append(token)
-        before += weight[token]
-    kept = typical
     probability = np.zeros(len(values))
     probability[kept] = [weight[token] for token in kept]
     return probability / probability.sum()
@@ -94,9 +85,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.2},
     "min_p of one": {"min_p": 1.0},
     "min_p after top_p": {"min_p": 0.3, "top_p": 0.95, "temperature": 0.8},
-    "typical_p": {"typical_p": 0.4},
-    "typical_p of nearly all": {"typical_p": 0.97, "temperature": 1.4},
-    "typical_p of what others leave": {"typical_p": 0.5, "top_k": 6, "top_p": 0.95, "min_p": 0.1},
     "presence": {"presence_penalty": 1.2},
     "frequency": {"frequency_penalty": 0.9},
     "repetition": {"repetition_penalty": 1.7},
