@@ -3,7 +3,8 @@
 from typing import Annotated, NewType
 
 from redline.messages.base import Message, Record
-from redline.messages.sampling_option import Api, Option, Own, Stage, options_of
+from redline.messages.sampling_option import Api, Option, Own, options_of
+from redline.messages.sampling_option import SamplingStage as Stage
 
 JobId = NewType("JobId", str)
 PageId = NewType("PageId", int)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 
 
-class Stage(Enum):
+class SamplingStage(Enum):
     """Where sampling reads an option; stages run in this order."""
 
     BIAS = auto()  # added to logits
@@ -35,7 +35,7 @@ class Api(Flag):
 class Option:
     """One sampling option. At a field of `Sampling` without `name`, `kind` and `neutral`, which the field gives."""
 
-    stage: Stage
+    stage: SamplingStage
     ge: float  # smallest value of a request
     le: float  # largest one
     apis: Api

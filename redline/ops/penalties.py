@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from redline.messages.job import options_at
-from redline.messages.sampling_option import Stage
+from redline.messages.sampling_option import SamplingStage
 
-PENALTIES = tuple(option.name for option in options_at(Stage.PENALTY))
+PENALTIES = tuple(option.name for option in options_at(SamplingStage.PENALTY))
 
 
 def penalized(

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from redline.messages.job import options_at
-from redline.messages.sampling_option import Stage
+from redline.messages.sampling_option import SamplingStage
 from redline.ops.op import Case, Cost, Op
 
 # Columns of the odds (the sampling parameters of a row): u, then the options that `Sampling` declares for these stages.
-ODDS = tuple(option.name for stage in (Stage.TEMPERATURE, Stage.FILTER) for option in options_at(stage))
+ODDS = tuple(option.name for stage in (SamplingStage.TEMPERATURE, SamplingStage.FILTER) for option in options_at(stage))
 COLUMNS = ("u", *ODDS)
 COLUMN = {name: place for place, name in enumerate(COLUMNS)}
-_NEUTRAL = {option.name: option.neutral for option in options_at(Stage.FILTER)}
+_NEUTRAL = {option.name: option.neutral for option in options_at(SamplingStage.FILTER)}
 AT_ONCE = 32  # rows that the reference computes at once: while it sorts, it holds six numbers per token
 
 
@@ -127,7 +127,7 @@ def cases() -> Iterator[Case]:
     all_three = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.011, "top_k": 40}
     others: list[dict[str, float]] = [
         *({"top_p": 0.5}, {"temperature": 0.3, "top_p": 0.999}, {"temperature": 1.9, "top_k": 300}, {"min_p": 0.052}),
-        *({"top_k": 1}, *({option.name: option.example} for option in options_at(Stage.FILTER))),
+        *({"top_k": 1}, *({option.name: option.example} for option in options_at(SamplingStage.FILTER))),
     ]
     yield Case("R=1 nano", make(1, 4096, whole))
     yield Case("R=1 nano, top_p", make(1, 4096, nucleus))

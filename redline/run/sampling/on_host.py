@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
 from redline.messages.job import OPTIONS, Sampling, options_at
-from redline.messages.sampling_option import Stage
+from redline.messages.sampling_option import SamplingStage
 from redline.messages.step import TokenLogprobs
 from redline.ops.penalties import PENALTIES, penalized
 from redline.ops.sample import COLUMN, FILTERS, ODDS, least_kept
@@ -27,9 +27,11 @@ SCORED_ROWS = 128  # prompt positions with logits in memory at once: 84 MB at Ki
 # The options that a stage reads, as tuples in the order of its names.
 odds_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(*ODDS)
 penalties_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(*PENALTIES)
-_filters_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(*(option.name for option in options_at(Stage.FILTER)))
-_NO_PENALTIES = tuple(option.neutral for option in options_at(Stage.PENALTY))
-_NO_FILTERS = tuple(option.neutral for option in options_at(Stage.FILTER))
+_filters_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(
+    *(option.name for option in options_at(SamplingStage.FILTER))
+)
+_NO_PENALTIES = tuple(option.neutral for option in options_at(SamplingStage.PENALTY))
+_NO_FILTERS = tuple(option.neutral for option in options_at(SamplingStage.FILTER))
 COLDEST = 1e-5  # below this temperature sampling is greedy (and logits / temperature could overflow)
 
 
