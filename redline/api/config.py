@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from redline.messages.base import Record, setting
+from redline.messages.job import Sampling
 
 MIB = 1 << 20
 
@@ -102,13 +103,10 @@ DEFAULT_SLA = "default"  # the class of keys that name none, and of requests wit
 
 
 class Defaults(Record, frozen=True):
-    """Defaults of request fields. Sampling defaults come from the checkpoint's generation_config, if it has one."""
+    """Defaults of request fields."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    # of the checkpoint's generation_config, if it has one; max_tokens is not read
+    sampling: Sampling = Sampling(max_tokens=1)
     thinking: bool = True
     reasoning_field: str = "reasoning_content"  # name of the reasoning field in chat answers and deltas
 

@@ -76,9 +76,7 @@ def open_front(
         json_lines=config.access_log == "json",
         drain_s=config.drain_s,
         local=config.unix_socket is None and is_loopback(config.host),
-        defaults=Defaults(
-            **msgspec.structs.asdict(generation_config_of(Path(config.weights))), reasoning_field=config.reasoning_field
-        ),
+        defaults=Defaults(sampling=generation_config_of(Path(config.weights)), reasoning_field=config.reasoning_field),
         limits=limits_of(config),
     )
     edge, spans = AuthState(api, secret), open_spans()

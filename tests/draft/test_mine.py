@@ -11,7 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from redline.chat.generation import GenerationConfig
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.target import Target
 from redline.draft.corpus.traces import read_traces
@@ -22,6 +21,7 @@ from redline.draft.mine.mine import MineConfig
 from redline.draft.mine.mine import run as mine
 from redline.draft.mine.teacher_forcing import TeacherForcing, _like_lengths
 from redline.errors import ConfigError
+from redline.messages.job import Sampling
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import kernel_config, prompt
@@ -354,7 +354,7 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
     traced = read_examples(tmp_path / "traced.jsonl")
     monkeypatch.setattr("redline.draft.mine.mine.read_traces", lambda *names: traced)
     monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)
-    monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: GenerationConfig())
+    monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: Sampling(max_tokens=1))
     refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
     monkeypatch.setattr(TeacherForcing, "open", lambda *given: refuses)
     seen: list[str] = []

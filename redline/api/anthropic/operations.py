@@ -17,6 +17,8 @@ from redline.api.openapi.operation import (
     Schema,
     always,
 )
+from redline.api.sampling import default_schemas
+from redline.messages.sampling_option import Api
 
 ERRORS = ErrorFormat(protocol.MessagesError, OVERLOADED)
 _SCHEMA: Schema = {"type": ["object", "null"], "description": "A JSON schema."}
@@ -56,8 +58,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             body=anthropic.MessagesBody,
             example={"max_tokens": 16, "messages": prompt},
             raw=_RAW | {"output_format": {**_FORMAT, "description": "The former name of output_config.format."}},
-            bounds=common
-            | {field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
+            bounds=common | default_schemas(Api.ANTHROPIC, defaults),
             refused=refused,
             event=protocol.MessageEvent,
             framing="each a line `event: NAME` and a line `data: JSON`; the last one is message_stop, or error",

@@ -10,7 +10,7 @@ every prefix cache hit.
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,12 +32,12 @@ from redline.api.openai.requests import (
     read,
 )
 from redline.api.responses.sealed import unseal
+from redline.api.sampling import sampling_of, with_sampling
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
-from redline.chat.generation import Temperature, TopK, TopP
 from redline.errors import RequestError
 from redline.messages.base import Record
-from redline.messages.job import Sampling
+from redline.messages.sampling_option import Api
 
 FOREIGN = "claude"  # model names with this prefix select the served model
 _ACCOUNTING = "x-anthropic-billing-header:"
@@ -142,13 +142,16 @@ class _Prompt(msgspec.Struct, kw_only=True):
     container: msgspec.Raw = ABSENT
 
 
-class _Messages(_Prompt, kw_only=True):
+if TYPE_CHECKING:
+    _Sampled = _Prompt
+else:
+    _Sampled = with_sampling(_Prompt, Api.ANTHROPIC)
+
+
+class _Messages(_Sampled, kw_only=True):
     max_tokens: _Count
     output_format: msgspec.Raw = ABSENT  # the former name of output_config.format
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     stream: bool | None = None
 
 
@@ -180,14 +183,7 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         raise RequestError("a constrained answer cannot continue an assistant message", constraint.param)
     ask = Ask(
         prompts=(conversation,),
-        sampling=Sampling(
-            max_tokens=request.max_tokens,
-            temperature=defaults.temperature if request.temperature is None else request.temperature,
-            top_p=defaults.top_p if request.top_p is None else request.top_p,
-            top_k=max(defaults.top_k if request.top_k is None else request.top_k, 0),
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        ),
+        sampling=sampling_of(request, Api.ANTHROPIC, defaults, request.max_tokens),
         stop=check_stops(tuple(request.stop_sequences or ()), "stop_sequences"),
         constraint=constraint,
         thinking_budget=request.thinking.budget_tokens if request.thinking else None,

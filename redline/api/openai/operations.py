@@ -21,6 +21,8 @@ from redline.api.openapi.operation import (
     listed,
     nullable,
 )
+from redline.api.sampling import default_schemas
+from redline.messages.sampling_option import Api
 
 _ARGUMENTS: Schema = {"anyOf": [TEXT, ANY_OBJECT], "default": ""}
 _PARAMETERS: Schema = {"type": ["object", "null"], "default": None, "description": "A JSON schema."}
@@ -135,10 +137,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
     }
     sampling: dict[str, Schema] = {
         "n": {"default": 1},
-        "presence_penalty": {"default": 0.0},
-        "frequency_penalty": {"default": 0.0},
-        **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
-        **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
+        **default_schemas(Api.OPENAI, defaults),
     }
     asked = min((one for one in (limits.default_max_tokens, limits.most_max_tokens) if one is not None), default=None)
     silent = {} if asked is None else {"default": asked}

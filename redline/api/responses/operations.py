@@ -16,6 +16,8 @@ from redline.api.openapi.operation import (
 from redline.api.responses import protocol
 from redline.api.responses import requests as responses
 from redline.api.responses.events import KeptResponses
+from redline.api.sampling import default_schemas
+from redline.messages.sampling_option import Api
 
 _FORMAT: Schema = {
     "anyOf": [
@@ -84,7 +86,7 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
             "background": {"enum": [None, False]},
             "top_logprobs": {"enum": [None, 0]},
             "include": {"items": {"not": always("message.output_text.logprobs")}},
-            **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p")},
+            **default_schemas(Api.RESPONSES, defaults),
         },
         refused=refused,
         event=protocol.ResponseEvent,

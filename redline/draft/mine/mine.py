@@ -172,13 +172,7 @@ def _run(config: MineConfig, console: Console) -> int:
         if (cut := window(candidates[place], marked[place].hardness_R, config.window_tokens)) is not None
     ]
     _write(out / "windows.jsonl", windows)
-    sampling = Sampling(
-        max_tokens=config.max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-    )
+    sampling = msgspec.structs.replace(generation, max_tokens=config.max_tokens, temperature=temperature, top_p=top_p)
     fresh = _answer(chosen, answers, config, sampling, out / "hard.jsonl") if answers else []
     equal, seed = config.equal_domains, config.seed
     if fresh:

@@ -139,10 +139,14 @@ struct PackCodesCall {
     int N, K;
 };
 
+struct SampleOdds {  // of a row, named as in ops/sample.py
+    double u, temperature, top_p, top_k, min_p;
+};
+
 struct SampleCall {
     const float* x;  // [R, >= V]
     int64_t ldx;
-    const double* odds;  // [R, 5]: temperature, top p, min p, top k, u
+    const SampleOdds* odds;  // [R]
     int64_t* ids;        // [R]; -1 where nothing can be drawn
     int R, V;
 };
