@@ -17,8 +17,8 @@ import msgspec
 
 from redline import clock
 from redline.bench.serving.records import Ask
-from redline.bench.serving.texts import RandomTexts, natural
-from redline.bench.serving.vocabulary import Vocabulary
+from redline.bench.serving.texts import RandomTexts, RandomWords
+from redline.bench.serving.vocabulary import TextTokenizer, Vocabulary
 from redline.chat.lines import NOT_JSON
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -76,13 +76,14 @@ class DatasetConfig(Record, frozen=True):
 
 def asks(
     config: DatasetConfig,
-    vocabulary: Vocabulary | None,
+    vocabulary: TextTokenizer | None,
     note: Callable[[str], None] | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> list[Ask]:
     """The requests of a load: num_prompts of them, or fewer with no_oversample.
 
-    vocabulary: None: lengths are approximate and prompt_tokens is None. note: called with each remark for readers of
+    vocabulary: None: lengths are approximate and prompt_tokens is None; a tokenizer without a vocabulary, such as the
+    server's, gives exact lengths too. note: called with each remark for readers of
     the result. watch: called with (done, total) if creating them takes more than two seconds. Raises ConfigError naming
     the flag, or file, line, field and fix.
     """
@@ -159,7 +160,7 @@ class _Maker:
     def __init__(
         self,
         config: DatasetConfig,
-        vocabulary: Vocabulary | None,
+        vocabulary: TextTokenizer | None,
         note: Callable[[str], None],
         watch: Callable[[int, int], None] | None,
     ) -> None:
@@ -223,13 +224,14 @@ class _Maker:
             self._draw("order").shuffle(made)
         return self._counted(made)
 
-    def _texts(self) -> "RandomTexts | _Words":
-        if self._vocabulary is not None:
+    def _texts(self) -> RandomTexts | RandomWords:
+        if self._vocabulary is None:
+            self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
+        elif isinstance(self._vocabulary, Vocabulary):
             return RandomTexts(self._vocabulary)
-        self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
-        return _Words()
+        return RandomWords(self._vocabulary)
 
-    def _fresh(self, texts: "RandomTexts | _Words", prefix: str, tokens: int, draw: random.Random) -> str:
+    def _fresh(self, texts: RandomTexts | RandomWords, prefix: str, tokens: int, draw: random.Random) -> str:
         unique = min(_UNIQUE, tokens)
         head = texts.more(unique, draw) if prefix else texts.opening(unique, draw)
         return prefix + head + texts.stretch(tokens - unique, draw)
@@ -394,21 +396,6 @@ class _Maker:
     def _show(self, done: int) -> None:
         if self._watch is not None and clock.monotonic() - self._began > _SHOWN_AFTER_S:
             self._watch(done, self._config.num_prompts)
-
-
-class _Words:
-    """Replaces `RandomTexts` without a vocabulary: random words of English prose."""
-
-    def __init__(self) -> None:
-        self._words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
-
-    def opening(self, tokens: int, draw: random.Random) -> str:
-        return self.more(tokens, draw).lstrip()
-
-    def more(self, tokens: int, draw: random.Random) -> str:
-        return "".join(f" {word}" for word in draw.choices(self._words, k=tokens))
-
-    stretch = more
 
 
 def _from_human(turns: Sequence[_Turn]) -> Sequence[_Turn]:

@@ -38,7 +38,7 @@ from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
 from redline.bench.serving.texts import natural
-from redline.bench.serving.vocabulary import Vocabulary
+from redline.bench.serving.vocabulary import TextTokenizer
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -104,7 +104,7 @@ def prompts(
     workload: Workload,
     count: int,
     seed: int,
-    vocabulary: Vocabulary | None,
+    vocabulary: TextTokenizer | None,
     *,
     bare: bool = False,
     extra: dict[str, Any] | None = None,

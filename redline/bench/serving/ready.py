@@ -1,7 +1,8 @@
 """Queries to a server outside the load: readiness, its list of models, its counters of speculative decoding."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import httpx
@@ -27,6 +28,10 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
 
 
 class Drafting(Record, frozen=True):
@@ -112,6 +117,48 @@ def max_model_len(target: Target) -> int | None:
     except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return next((model.max_model_len for model in models if model.id == target.model), None)
+
+
+class ServerTokenizer:
+    """The tokenizer of a server, by its route /tokenize (Redline, vLLM, SGLang). Close it after use."""
+
+    def __init__(self, target: Target) -> None:
+        """Raises ConfigError if the server has no such route."""
+        self.name = f"{target.base_url}/tokenize"
+        self._model, self._http = target.model, _http(target)
+        try:
+            self.added = 0
+            self.added = len(self.encode("of")) - (len(self.encode("of of")) - len(self.encode("of")))
+        except ConfigError:
+            self._http.close()
+            raise
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ConfigError if the server does not answer with token ids."""
+        try:
+            answer = self._http.post(self.name, json={"model": self._model, "prompt": text})
+            tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens if answer.is_success else None
+        except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        if tokens is None:
+            raise ConfigError(f"{self.name} returns {answer.status_code}")
+        return tokens[self.added :]
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._http.close()
+
+
+@contextlib.contextmanager
+def tokenizer_of(target: Target) -> Iterator[ServerTokenizer | None]:
+    """The server's own tokenizer while the context is open; None if it has none."""
+    try:
+        found = ServerTokenizer(target)
+    except ConfigError:
+        yield None
+        return
+    with contextlib.closing(found):
+        yield found
 
 
 def drafting(target: Target) -> Drafting | None:

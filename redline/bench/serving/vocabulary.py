@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tiktoken
 
@@ -35,40 +35,36 @@ O200K_SPECIALS = {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}
 _O200K_ADDRESS = "https://openaipublic.blob.core.windows.net/encodings/o200k_base.tiktoken"
 
 
-class Vocabulary(Protocol):
-    """Converts text to token ids and back. Text that spells a control token is encoded as text.
+class TextTokenizer(Protocol):
+    """Splits text into tokens. Text that spells a control token is encoded as text.
 
-    name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which prompts
-    never contain. added: control tokens that a server adds to plain text, such as a token at its start.
+    name: the folder, file or server that it comes from. added: control tokens that a server adds to plain text, such as
+    a token at its start; `encode` leaves them out.
     """
 
     @property
-    def name(self) -> str:
-        """The source of token counts, for results."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def size(self) -> int:
-        """The largest id plus 1."""
-        ...
+    def added(self) -> int: ...
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class Vocabulary(TextTokenizer, Protocol):
+    """All tokens of a model, with their texts; invalid UTF-8 becomes U+FFFD.
+
+    size: ids are in [0, size). specials: the control tokens, which prompts never contain.
+    """
 
     @property
-    def specials(self) -> frozenset[int]:
-        """Ids of control tokens."""
-        ...
+    def size(self) -> int: ...
 
     @property
-    def added(self) -> int:
-        """Number of control tokens that a server adds to plain text."""
-        ...
+    def specials(self) -> frozenset[int]: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without added tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD."""
-        ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def open_vocabulary(path: Path) -> Vocabulary:

@@ -50,7 +50,8 @@ def questions(config: AcceptConfig, target: Target) -> dict[str, list[Ask]]:
     """Maps each domain to its prompts. Raises ConfigError for a domain that the prompts do not have."""
     vocabulary = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     dataset = msgspec.structs.replace(config.dataset, backend=target.backend)
-    found = by_domain(asks(dataset, vocabulary))
+    with kept.prompt_tokenizer(vocabulary, target, dataset) as tokenizer:
+        found = by_domain(asks(dataset, tokenizer))
     if unknown := [name for name in config.domains if name not in found]:
         raise ConfigError(f"--domain {unknown[0]!r}: the prompts have {', '.join(found)}")
     return {name: of[: config.questions] for name, of in found.items() if not config.domains or name in config.domains}

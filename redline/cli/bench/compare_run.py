@@ -56,9 +56,9 @@ def run(config: CompareConfig, console: Console) -> int:
 class Prompts:
     """The requests of each pair of loads: random prompts are new each time, prompts of a file come in turn."""
 
-    def __init__(self, config: DatasetConfig, tokenizer: str | None) -> None:
-        """Raises ConfigError if a file cannot be used."""
-        self._config = config
+    def __init__(self, config: DatasetConfig, tokenizer: str | None, target: Target) -> None:
+        """target: the server whose tokenizer counts without --tokenizer. Raises ConfigError for an unusable file."""
+        self._config, self._target = config, target
         self.vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
         self._file: list[Ask] = []
         if config.dataset_path is not None:
@@ -72,7 +72,8 @@ class Prompts:
             start = (pair + 1) * many
             return [self._file[at % len(self._file)] for at in range(start, start + many)]
         seed = self._config.seed + 1 + pair
-        return asks(msgspec.structs.replace(self._config, seed=seed), self.vocabulary)
+        with kept.prompt_tokenizer(self.vocabulary, self._target, self._config) as counter:
+            return asks(msgspec.structs.replace(self._config, seed=seed), counter)
 
     def again(self, pairs: int) -> bool:
         """Whether some prompts were sent more than once, so that they hit the prefix cache."""
@@ -85,7 +86,7 @@ def _run(config: CompareConfig, console: Console) -> int:
         "A": kept.reached(config.a, config.ready_s, console),
         "B": kept.reached(config.b, config.ready_s, console),
     }
-    prompts = Prompts(config.dataset, config.tokenizer)
+    prompts = Prompts(config.dataset, config.tokenizer, targets["A"])
     each, plan = config.dataset.num_prompts, config.plan
     total = 4 * each * (plan.blocks if plan.until is None else plan.most)
     done, ended = 0, 0

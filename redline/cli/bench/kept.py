@@ -2,7 +2,8 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ from rich.console import Console
 
 from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
-from redline.bench.serving.datasets import NAMES, Name
+from redline.bench.serving.datasets import NAMES, DatasetConfig, Name
 from redline.bench.serving.load import Live, run_load
 from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.report import page_of
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
 from redline.bench.serving.target import Pace, Target
-from redline.cli.bench.serve_run import named
+from redline.bench.serving.vocabulary import TextTokenizer, Vocabulary
 from redline.cli.console import say
 from redline.disk import check_output
 from redline.disk import save as save_bytes
@@ -37,10 +38,38 @@ def dataset(name: str) -> Name:
 def reached(target: Target, ready_s: float | None, console: Console) -> Target:
     """Waits until the server is ready, and returns the target with its model. Raises ConfigError."""
 
-    def tell(text: str) -> None:
-        say(console, text, "dim")
+    return named(target, ready.models(target, ready_s, lambda text: say(console, text, "dim")))
 
-    return named(target, ready.models(target, ready_s, tell), tell)
+
+def named(target: Target, listed: Sequence[str]) -> Target:
+    """The target with its model; if it names none, the first that the server lists.
+
+    Raises ConfigError if the server lists no model, or lists others.
+    """
+    if not target.model and not listed:
+        raise ConfigError(f"{target.base_url} lists no model under /v1/models; name one with --model")
+    if listed and target.model and target.model not in listed:
+        more = ", ..." if len(listed) > 5 else ""
+        raise ConfigError(
+            f"--model {target.model}: {target.base_url} serves {', '.join(listed[:5])}{more}; give one of these as "
+            "--model, or as --served-model-name beside a folder"
+        )
+    return target if target.model else msgspec.structs.replace(target, model=listed[0])
+
+
+@contextmanager
+def prompt_tokenizer(
+    vocabulary: Vocabulary | None, target: Target, dataset: DatasetConfig
+) -> Iterator[TextTokenizer | None]:
+    """What counts the tokens of prompts: the vocabulary of --tokenizer, else the server's /tokenize.
+
+    None if there is neither, and for a file, of which the server would have to tokenize every line.
+    """
+    if vocabulary is not None or dataset.dataset_path is not None:
+        yield vocabulary
+        return
+    with ready.tokenizer_of(target) as found:
+        yield found
 
 
 def numbered(answer: Answer, index: int) -> Answer:

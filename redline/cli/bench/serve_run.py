@@ -2,7 +2,6 @@
 
 import datetime
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from redline.bench.serving.saved import Result, command_without_secrets, without
 from redline.bench.serving.serve_page import heading, serve_tables
 from redline.bench.serving.target import Pace, Target
 from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
+from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.disk import check_output, save
@@ -74,7 +74,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     def tell(text: str) -> None:
         say(console, text, "dim")
 
-    target = named(config.target, ready.models(config.target, config.ready_s, tell), tell)
+    target = kept.reached(config.target, config.ready_s, console)
     path = result_path(config, target, now) if config.save else None
     if path is not None:
         check_output(path)
@@ -84,7 +84,8 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     with Working("prompts", shown=not config.quiet) as working:
         wanted = config.dataset.num_prompts
         dataset = msgspec.structs.replace(config.dataset, num_prompts=wanted + config.pace.warmups)
-        requests = asks(dataset, vocabulary, notes.append, working.show)
+        with kept.prompt_tokenizer(vocabulary, target, dataset) as tokenizer:
+            requests = asks(dataset, tokenizer, notes.append, working.show)
         pace = msgspec.structs.replace(config.pace, warmups=max(0, len(requests) - wanted))
         if pace.warmups < config.pace.warmups:
             few = f"{pace.warmups} of {config.pace.warmups}"
@@ -123,17 +124,6 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     if run.stopped and not _at_its_deadline(run, config.pace):
         return INTERRUPTED
     return 0 if figures["completed"] else 1
-
-
-def named(target: Target, listed: Sequence[str], tell: Callable[[str], object]) -> Target:
-    """The target with its model; if it names none, the first that the server lists. Raises ConfigError for no model."""
-    if not target.model:
-        if not listed:
-            raise ConfigError(f"{target.base_url} lists no model under /v1/models; name one with --model")
-        return msgspec.structs.replace(target, model=listed[0])
-    if listed and target.model not in listed:
-        tell(f"the server lists {', '.join(listed[:5])}, but not {target.model}: see --served-model-name")
-    return target
 
 
 def measured(run: Run, config: ServeConfig, vocabulary: Vocabulary | None) -> dict[str, Any]:

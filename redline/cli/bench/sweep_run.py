@@ -196,7 +196,8 @@ def asks_of(
     own = seed + round(load * 1000)
     dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=own, backend=target.backend)
     extra = {} if config.temperature is None else {"temperature": config.temperature}
-    found = asks(dataset, counts, lambda text: notes.setdefault(text))
+    with kept.prompt_tokenizer(counts, target, dataset) as tokenizer:
+        found = asks(dataset, tokenizer, lambda text: notes.setdefault(text))
     return [msgspec.structs.replace(ask, extra={**ask.extra, **extra}) for ask in found]
 
 
