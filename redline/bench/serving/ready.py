@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import httpx
@@ -150,7 +150,7 @@ class ServerTokenizer:
 
 
 @contextlib.contextmanager
-def tokenizer_of(target: Target) -> Iterator[ServerTokenizer | None]:
+def tokenizer_of(target: Target) -> Generator[ServerTokenizer | None]:
     """The server's own tokenizer while the context is open; None if it has none."""
     try:
         found = ServerTokenizer(target)

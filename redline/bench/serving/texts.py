@@ -87,7 +87,7 @@ class RandomWords:
 
     def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
         """Raises the errors of the tokenizer."""
-        words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
+        words: list[str] = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
         self._first = self._after = dict.fromkeys(words, 1)
         self._counted = tokenizer is not None
         if tokenizer is not None:

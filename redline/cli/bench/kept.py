@@ -2,7 +2,7 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def named(target: Target, listed: Sequence[str]) -> Target:
 @contextmanager
 def prompt_tokenizer(
     vocabulary: Vocabulary | None, target: Target, dataset: DatasetConfig
-) -> Iterator[TextTokenizer | None]:
+) -> Generator[TextTokenizer | None]:
     """What counts the tokens of prompts: the vocabulary of --tokenizer, else the server's /tokenize.
 
     None if there is neither, and for a file, of which the server would have to tokenize every line.
