@@ -14,9 +14,10 @@ from redline.cli import bench
 from redline.cli.console import plain_console
 from redline.cli.deploy import manifests, serve, show_config
 from redline.cli.draft import app as draft
+from redline.cli.flags import verb
 from redline.cli.options import Folder, geometry, model
 from redline.cli.quantize import audit, quantize
-from redline.cli.simulate import simulate
+from redline.cli.simulate import SimulateConfig, simulate
 from redline.cli.terminal import Terminal, one_line
 from redline.cli.verify import verify
 from redline.disk import drop_held
@@ -61,7 +62,7 @@ app.command()(verify)
 app.command()(serve)
 app.command(name="config")(show_config)
 app.command()(manifests)
-app.command()(simulate)
+verb(app, "simulate", SimulateConfig)(simulate)
 
 
 @app.command()
