@@ -12,7 +12,7 @@ from rich.console import Console
 
 from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
-from redline.bench.serving.datasets import NAMES, DatasetConfig, Name
+from redline.bench.serving.datasets import NAMES, Name
 from redline.bench.serving.load import Live, run_load
 from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.report import page_of
@@ -59,13 +59,13 @@ def named(target: Target, listed: Sequence[str]) -> Target:
 
 @contextmanager
 def prompt_tokenizer(
-    vocabulary: Vocabulary | None, target: Target, dataset: DatasetConfig
+    vocabulary: Vocabulary | None, target: Target, file: object = None
 ) -> Generator[TextTokenizer | None]:
     """What counts the tokens of prompts: the vocabulary of --tokenizer, else the server's /tokenize.
 
     None if there is neither, and for a file, of which the server would have to tokenize every line.
     """
-    if vocabulary is not None or dataset.dataset_path is not None:
+    if vocabulary is not None or file is not None:
         yield vocabulary
         return
     with ready.tokenizer_of(target) as found:
@@ -127,24 +127,24 @@ def result(
     )
 
 
-def check_files(save: str | Path | None, html: str | Path | None) -> None:
+def check_files(save: Path | None, html: Path | None) -> None:
     """Checks the output files before a run. Raises ConfigError if one cannot be written, or if both are the same."""
     for path in (save, html):
         if path is not None:
-            check_output(Path(path))
-    if save is not None and html is not None and Path(save).resolve() == Path(html).resolve():
+            check_output(path)
+    if save is not None and html is not None and save.resolve() == html.resolve():
         raise ConfigError(f"--html {html}: the result is written to this path; name another file")
 
 
-def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
+def keep(found: Result, save: Path | None, html: Path | None, console: Console) -> None:
     """Writes the result and its page, each if a path is given. Raises ConfigError if a file cannot be written.
 
     Call it before printing: standard output may be a closed pipe.
     """
     if save is not None:
-        saved.save(Path(save), found)
+        saved.save(save, found)
     if html is not None:
-        save_bytes(Path(html), page_of([(save or html, found)]).encode())
+        save_bytes(html, page_of([(str(save or html), found)]).encode())
     for path in filter(None, (save, html)):
         say(console, f"written to {path}", "dim")
 

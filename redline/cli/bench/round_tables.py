@@ -69,7 +69,7 @@ def bench_rounds(config: RoundsConfig, console: Console) -> int:
 def _bench_cases(
     config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, console: Console, group: Group
 ) -> int:
-    save = None if config.step.save is None else Path(config.step.save)
+    save = config.step.save
     if save is not None:
         check_output(save)
         if save.exists():

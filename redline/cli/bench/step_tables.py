@@ -3,6 +3,7 @@
 import functools
 import gc
 import itertools
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_ste
 from redline.bench.step.depth_fit import Memory, check
 from redline.bench.step.depth_record import KV_DTYPES, PEER, PEER_DATE, DepthRecord, append, read, record_of
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
+from redline.cli.bench.steps import DecodeFlags
 from redline.cli.console import rate, save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
@@ -39,44 +41,36 @@ from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_dev
 READ_BYTES = 4 << 30  # bytes read to measure bandwidth, at most: far more than any cache holds
 
 
-def bench_decode(
-    folder: Path,
-    batches: list[int],
-    contexts: list[int],
-    kv_dtype: str,
-    repeats: int,
-    save: Path | None,
-    console: Console,
-) -> int:
+def bench_checkpoint(folder: Path, flags: DecodeFlags, console: Console) -> int:
     """Measures decode steps of a checkpoint, prints, saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
-    batches: rows per step. contexts: tokens already in the KV cache. repeats: timed steps per case. Raises ConfigError
-    or CheckpointError.
+    Raises ConfigError or CheckpointError.
     """
-    dtype = kv_dtype_of(kv_dtype)
-    if save is not None:
-        check_output(save)
+    dtype = kv_dtype_of(flags.kv_dtype)
+    if flags.save is not None:
+        check_output(flags.save)
+    batches, contexts, repeats = flags.batch or (1, 4, 16), flags.context or (200, 4000), flags.repeats or 40
     longest = max(contexts) + repeats + 128
     tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     config = EngineConfig(
         kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(dtype),
-        kv_dtype=kv_dtype,
+        kv_dtype=flags.kv_dtype,
         max_model_len=longest,
         max_running=max(batches),
         step_tokens=max(512, *batches),
     )
-    return until_interrupted(lambda: _bench_decode(folder, config, batches, contexts, repeats, save, console), console)
+    sizes = batches, contexts, repeats
+    return until_interrupted(lambda: _bench_checkpoint(folder, config, sizes, flags.save, console), console)
 
 
-def _bench_decode(
+def _bench_checkpoint(
     folder: Path,
     config: EngineConfig,
-    batches: list[int],
-    contexts: list[int],
-    repeats: int,
+    sizes: tuple[Sequence[int], Sequence[int], int],
     save: Path | None,
     console: Console,
 ) -> int:
+    """sizes: rows per step, tokens already in the KV cache, timed steps per case."""
     kv_dtype = config.kv_dtype
     with ExitStack() as stack, Working("loading weights") as working:
         runner = EngineCore.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
@@ -87,7 +81,7 @@ def _bench_decode(
         def computed(done: int, total: int) -> None:
             working.show(done, total, what="tokens")
 
-        cases = list(measure_decode(runner, machine, batches, contexts, repeats, computed))
+        cases = list(measure_decode(runner, machine, *sizes, computed))
     table = Table(
         title=f"decode, {folder.name} on {machine.name}, {kv_dtype} pages",
         caption=_caption(machine.bytes_per_s, machine.flops_per_s),
@@ -144,7 +138,7 @@ class DepthConfig(Record, frozen=True):
     context: tuple[int, ...] = (1024,)  # tokens already in the KV cache
     kv_dtype: str = "bf16"  # format of the KV cache
     repeats: int = 30  # timed steps per case
-    save: str | None = None  # a file; the cases are appended to its list
+    save: Path | None = None  # a file; the cases are appended to its list
     ranks: int = 1  # tensor parallel ranks
 
 
@@ -173,7 +167,7 @@ def check_device(config: DepthConfig, device: torch.device) -> None:
 def _bench_cases(
     config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, console: Console
 ) -> int:
-    save = None if config.save is None else Path(config.save)
+    save = config.save
     if save is not None:
         check_output(save)
         if save.exists():
