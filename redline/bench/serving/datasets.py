@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from redline import clock
-from redline.bench.serving.records import Ask
+from redline.bench.serving.records import LoadRequest
 from redline.bench.serving.texts import RandomTexts, RandomWords
-from redline.bench.serving.vocabulary import TextTokenizer, Vocabulary
+from redline.bench.serving.vocabulary import TextTokenizer, TextVocabulary
 from redline.chat.lines import NOT_JSON
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -79,7 +79,7 @@ def asks(
     vocabulary: TextTokenizer | None,
     note: Callable[[str], None] | None = None,
     watch: Callable[[int, int], None] | None = None,
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """The requests of a load: num_prompts of them, or fewer with no_oversample.
 
     vocabulary: None: lengths are approximate and prompt_tokens is None; a tokenizer without a vocabulary, such as the
@@ -167,7 +167,7 @@ class _Maker:
         self._config, self._vocabulary, self._note, self._watch = config, vocabulary, note, watch
         self._began = clock.monotonic()
 
-    def made(self) -> list[Ask]:
+    def made(self) -> list[LoadRequest]:
         match self._config.dataset_name:
             case "random":
                 return self._random()
@@ -180,7 +180,7 @@ class _Maker:
             case "redline":
                 return self._full(self._questions())
 
-    def _random(self) -> list[Ask]:
+    def _random(self) -> list[LoadRequest]:
         config = self._config
         texts = self._texts()
         length, ratio = (
@@ -193,7 +193,7 @@ class _Maker:
                 "have no token; use a higher value"
             )
         prefix = texts.opening(config.random_prefix_len, self._draw("prefix"))
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for index in range(config.num_prompts):
             draw = self._draw("prompt", index)
             own = self._length(max(0, length), draw)
@@ -203,12 +203,12 @@ class _Maker:
             self._show(len(made))
         return self._counted(made)
 
-    def _prefixes(self) -> list[Ask]:
+    def _prefixes(self) -> list[LoadRequest]:
         config = self._config
         texts = self._texts()
         each = config.num_prompts // config.prefix_repetition_num_prefixes
         prefix_len = config.prefix_repetition_prefix_len
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for number in range(config.prefix_repetition_num_prefixes):
             draw = self._draw("prefix", number)
             prefix = self._fresh(texts, "", prefix_len, draw)
@@ -227,7 +227,7 @@ class _Maker:
     def _texts(self) -> RandomTexts | RandomWords:
         if self._vocabulary is None:
             self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
-        elif isinstance(self._vocabulary, Vocabulary):
+        elif isinstance(self._vocabulary, TextVocabulary):
             return RandomTexts(self._vocabulary)
         return RandomWords(self._vocabulary)
 
@@ -241,7 +241,7 @@ class _Maker:
         most = math.ceil(length * (1 + ratio)) if self._config.random_range == "around" else length
         return draw.randint(math.floor(length * (1 - ratio)), most)
 
-    def _counted(self, made: list[Ask]) -> list[Ask]:
+    def _counted(self, made: list[LoadRequest]) -> list[LoadRequest]:
         """Recounts the tokens of very long prompts, and of all if the vocabulary merges across words."""
         if self._vocabulary is None:
             return made
@@ -252,7 +252,7 @@ class _Maker:
         self._note(f"lengths of prompts are approximate (counted): {self._vocabulary.name} merges across words")
         return [self._known(ask) for ask in made]
 
-    def _conversations(self) -> Iterator[Ask]:
+    def _conversations(self) -> Iterator[LoadRequest]:
         config = self._config
         entries = [
             (turns[0].value, turns[1].value)
@@ -269,9 +269,9 @@ class _Maker:
             if not (short or tokens > _MOST_PROMPT or tokens + output > _MOST_WHOLE):
                 yield self._ask(prompt, output, tokens, name="sharegpt")
 
-    def _custom(self) -> Iterator[Ask]:
+    def _custom(self) -> Iterator[LoadRequest]:
         path = Path(self._config.dataset_path or "")
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for place, line in _entries(path, _Custom, "custom"):
             if (line.prompt is None) == (line.messages is None):
                 raise ConfigError(f"{path}, {place}: expected one of `prompt` and `messages`: {_LINE_OF['custom']}")
@@ -290,7 +290,7 @@ class _Maker:
         for ask in made:
             yield self._known(ask)
 
-    def _questions(self) -> Iterator[Ask]:
+    def _questions(self) -> Iterator[LoadRequest]:
         """Prompts of all kinds in turn, so that the kinds are equally frequent as far as their lines allow."""
         path = Path(self._config.dataset_path or "")
         paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -298,7 +298,7 @@ class _Maker:
             raise ConfigError(
                 f"--dataset-path {path}: contains no .jsonl file; name a file of prompts, or their folder"
             )
-        kinds: dict[str, list[Ask]] = {}
+        kinds: dict[str, list[LoadRequest]] = {}
         for path in paths:
             for place, line in _entries(path, _Question, "redline"):
                 extra = {} if line.thinking is None else {"chat_template_kwargs": {"thinking": line.thinking}}
@@ -311,10 +311,10 @@ class _Maker:
                 if turn < len(those):
                     yield self._known(those[turn])
 
-    def _full(self, found: Iterator[Ask]) -> list[Ask]:
+    def _full(self, found: Iterator[LoadRequest]) -> list[LoadRequest]:
         """The first num_prompts prompts of a file; if it has fewer, some are repeated."""
         config, path = self._config, self._config.dataset_path
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for ask in found:
             made.append(ask)
             self._show(len(made))
@@ -345,13 +345,13 @@ class _Maker:
         name: str = "",
         tools: tuple[dict[str, Any], ...] | None = None,
         extra: dict[str, Any] | None = None,
-    ) -> Ask:
+    ) -> LoadRequest:
         if self._config.backend in COMPLETIONS:
             raise ConfigError(f"{place}: `messages` need a chat API; use --backend openai-chat")
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(f"{place}: `messages` needs at least one message, and `role` in each")
         extra = {**(extra or {}), **self._extra()}
-        return Ask(max_tokens=output, messages=tuple(messages), name=name, tools=tools, extra=extra)
+        return LoadRequest(max_tokens=output, messages=tuple(messages), name=name, tools=tools, extra=extra)
 
     def _ask(
         self,
@@ -360,9 +360,9 @@ class _Maker:
         tokens: int | None,
         name: str = "",
         tools: tuple[dict[str, Any], ...] | None = None,
-    ) -> Ask:
+    ) -> LoadRequest:
         bare = self._config.backend in COMPLETIONS
-        return Ask(
+        return LoadRequest(
             max_tokens=output,
             text=text if bare else None,
             messages=None if bare else ({"role": "user", "content": text},),
@@ -375,7 +375,7 @@ class _Maker:
     def _extra(self) -> dict[str, Any]:
         return {"ignore_eos": True} if self._config.ignore_eos else {}
 
-    def _known(self, ask: Ask) -> Ask:
+    def _known(self, ask: LoadRequest) -> LoadRequest:
         """Adds the number of prompt tokens, if there is a vocabulary."""
         if self._vocabulary is None:
             return ask
@@ -404,7 +404,7 @@ def _from_human(turns: Sequence[_Turn]) -> Sequence[_Turn]:
     return turns[next(first, len(turns)) :]
 
 
-def _text_of(ask: Ask) -> str:
+def _text_of(ask: LoadRequest) -> str:
     if ask.text is not None:
         return ask.text
     said = [message.get("content") for message in ask.messages or ()]

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_right
 from itertools import accumulate
 
-from redline.bench.serving.vocabulary import TextTokenizer, Vocabulary
+from redline.bench.serving.vocabulary import TextTokenizer, TextVocabulary
 from redline.errors import ConfigError
 
 _MOST_WORDS = 4096  # words used of a vocabulary: enough that a sequence of eight is unique
@@ -28,7 +28,7 @@ class RandomTexts:
     as merged. The constructor takes some tenths of a second; a text takes microseconds.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TextVocabulary) -> None:
         """Raises ConfigError if the vocabulary has no words of one token."""
         ordinary = {
             token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials
@@ -88,7 +88,8 @@ class RandomWords:
     def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
         """Raises the errors of the tokenizer."""
         words: list[str] = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
-        self._first = self._after = dict.fromkeys(words, 1)
+        self._first: dict[str, int] = dict.fromkeys(words, 1)
+        self._after = self._first
         self._counted = tokenizer is not None
         if tokenizer is not None:
             before = len(tokenizer.encode("of"))

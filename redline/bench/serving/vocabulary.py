@@ -52,7 +52,7 @@ class TextTokenizer(Protocol):
 
 
 @runtime_checkable
-class Vocabulary(TextTokenizer, Protocol):
+class TextVocabulary(TextTokenizer, Protocol):
     """All tokens of a model, with their texts; invalid UTF-8 becomes U+FFFD.
 
     size: ids are in [0, size). specials: the control tokens, which prompts never contain.
@@ -67,7 +67,7 @@ class Vocabulary(TextTokenizer, Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def open_vocabulary(path: Path) -> Vocabulary:
+def open_vocabulary(path: Path) -> TextVocabulary:
     """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, or a file.
 
     A file is one of those two or o200k_base.tiktoken. In a folder with both, tiktoken.model is used, as in serving.
@@ -93,7 +93,7 @@ def open_vocabulary(path: Path) -> Vocabulary:
     raise ConfigError(f"--tokenizer {path}: expected tiktoken.model, tokenizer.json or o200k_base.tiktoken")
 
 
-def o200k(path: Path | None = None) -> Vocabulary | None:
+def o200k(path: Path | None = None) -> TextVocabulary | None:
     """o200k_base from a file, or by default from tiktoken's cache (TIKTOKEN_CACHE_DIR); None if not found.
 
     Raises ConfigError if the given path cannot be read.
@@ -106,7 +106,7 @@ def o200k(path: Path | None = None) -> Vocabulary | None:
     return _o200k(cached) if folder and cached.is_file() else None
 
 
-def _o200k(path: Path) -> Vocabulary:
+def _o200k(path: Path) -> TextVocabulary:
     ranks = read_ranks(path)
     first = min(O200K_SPECIALS.values())
     if len(ranks) >= first:

@@ -7,10 +7,10 @@ from rich.console import Console
 
 from redline import clock
 from redline.bench.serving import accept, ready
-from redline.bench.serving.accept import Part, by_domain, part, settled, since
+from redline.bench.serving.accept import DomainAcceptance, by_domain, part, settled
 from redline.bench.serving.datasets import DatasetConfig, asks
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.accept import AcceptFlags
@@ -60,7 +60,7 @@ def run(flags: AcceptFlags, console: Console) -> int:
     return until_interrupted(lambda: _run(config, console), console)
 
 
-def questions(config: AcceptRun, target: Target) -> dict[str, list[Ask]]:
+def questions(config: AcceptRun, target: ServerTarget) -> dict[str, list[LoadRequest]]:
     """Maps each domain to its prompts. Raises ConfigError for a domain that the prompts do not have."""
     vocabulary = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     dataset = msgspec.structs.replace(config.dataset, backend=target.backend)
@@ -79,7 +79,7 @@ def _run(config: AcceptRun, console: Console) -> int:
     targets = [kept.reached(target, config.flags.waiting.ready_check_timeout_sec, console) for target in config.targets]
     asked = [questions(config, target) for target in targets]
     total = len(config.temperatures) * sum(len(of) for domains in asked for of in domains.values())
-    began, parts, answers, stopped = clock.now(), list[Part](), list[Answer](), False
+    began, parts, answers, stopped = clock.now(), list[DomainAcceptance](), list[TimedAnswer](), False
     with Working("requests", shown=not config.flags.disable_tqdm) as working:
         for target, domains in zip(targets, asked, strict=True):
             for temperature in config.temperatures:
@@ -113,13 +113,14 @@ def _run(config: AcceptRun, console: Console) -> int:
 
 
 def measured(
-    config: AcceptRun, target: Target, temperature: float, domain: str, of: list[Ask], load: kept.Load
-) -> tuple[Part, list[Answer], bool]:
+    config: AcceptRun, target: ServerTarget, temperature: float, domain: str, of: list[LoadRequest], load: kept.Load
+) -> tuple[DomainAcceptance, list[TimedAnswer], bool]:
     """Measures a domain at one temperature: its figures, its answers, and whether Ctrl-C interrupted it."""
     place = target if config.metrics_url is None else msgspec.structs.replace(target, base_url=config.metrics_url)
     those_asked = [msgspec.structs.replace(ask, extra={**ask.extra, "temperature": temperature}) for ask in of]
     before = settled(lambda: ready.drafting(place))
-    found = load(target, those_asked, Pace(max_concurrency=config.flags.max_concurrency))
+    found = load(target, those_asked, LoadPace(max_concurrency=config.flags.max_concurrency))
     after = settled(lambda: ready.drafting(place))
     answers = [answer for answer in found.answers if answer.failure != "skipped"]
-    return part(target.base_url, temperature, domain, answers, since(before, after)), answers, found.stopped
+    counted = None if before is None or after is None else after.since(before)
+    return part(target.base_url, temperature, domain, answers, counted), answers, found.stopped

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from redline.bench.serving.traces import Shape
+from redline.bench.serving.traces import TraceShape
 from redline.cli.bench.options import BaseUrl, Html, NotNegative, Quiet, Save, ServerFlags, Temperature, WaitingFlags
 from redline.cli.console import plain_console
 from redline.cli.flags import Argument, AtLeast1, Flag
@@ -13,7 +13,7 @@ from redline.messages.base import Record
 
 MADE = Flag(panel="Synthetic trace")
 AtLeast2 = Annotated[int, Meta(ge=2)]
-SHAPE = Shape()
+SHAPE = TraceShape()
 
 
 class AgenticFlags(Record, frozen=True):

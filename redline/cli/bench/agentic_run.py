@@ -10,12 +10,12 @@ from rich.console import Console
 
 from redline import clock
 from redline.bench.serving import agentic, traces
-from redline.bench.serving.agentic import Mode, Plan, Replay
-from redline.bench.serving.client import Client
+from redline.bench.serving.agentic import Mode, Replay, ReplayPlan
+from redline.bench.serving.client import LoadClient
 from redline.bench.serving.datasets import COMPLETIONS
 from redline.bench.serving.sections import Plot
-from redline.bench.serving.target import Target
-from redline.bench.serving.traces import Session, Shape
+from redline.bench.serving.target import ServerTarget
+from redline.bench.serving.traces import Session, TraceShape
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.agentic import SHAPE, AgenticFlags
@@ -44,7 +44,7 @@ def run(flags: AgenticFlags, console: Console) -> int:
     target = flags.server.target(flags.base_url, flags.waiting.patience, body=sampling)
     if target.backend in COMPLETIONS:
         raise ConfigError(f"--backend {target.backend}: sessions consist of chat messages; use --backend openai-chat")
-    plan = Plan(
+    plan = ReplayPlan(
         mode=msgspec.convert(flags.history, Mode),
         users=None if flags.session_rate is not None else flags.users or 1,
         rate=flags.session_rate,
@@ -62,7 +62,7 @@ def make(flags: AgenticFlags, path: Path, console: Console) -> int:
     """Writes a synthetic trace. Returns the exit code 0. Raises ConfigError."""
     check_output(path)
     vocabulary = None if flags.server.tokenizer is None else open_vocabulary(Path(flags.server.tokenizer))
-    shape = Shape(
+    shape = TraceShape(
         sessions=flags.sessions or SHAPE.sessions,
         context_tokens=flags.context_tokens,
         output_tokens=flags.output_tokens,
@@ -84,7 +84,7 @@ def make(flags: AgenticFlags, path: Path, console: Console) -> int:
     return 0
 
 
-def _run(flags: AgenticFlags, trace: Path, target: Target, plan: Plan, console: Console) -> int:
+def _run(flags: AgenticFlags, trace: Path, target: ServerTarget, plan: ReplayPlan, console: Console) -> int:
     sessions = traces.read(trace)[: flags.sessions]
     if plan.mode == "recorded":
         _check_recorded(sessions, trace)
@@ -120,8 +120,8 @@ def _run(flags: AgenticFlags, trace: Path, target: Target, plan: Plan, console: 
     return 0 if result.figures["completed"] else 1
 
 
-async def _replay(target: Target, sessions: Sequence[Session], plan: Plan, watch: agentic.Watch) -> Replay:
-    async with Client(target) as client:
+async def _replay(target: ServerTarget, sessions: Sequence[Session], plan: ReplayPlan, watch: agentic.Watch) -> Replay:
+    async with LoadClient(target) as client:
         return await agentic.replay(client, sessions, plan, watch)
 
 

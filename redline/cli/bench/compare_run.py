@@ -10,13 +10,13 @@ from rich.console import Console
 
 from redline import clock
 from redline.bench.serving import compare
-from redline.bench.serving.compare import FIGURES, Plan, Side
+from redline.bench.serving.compare import FIGURES, ComparePlan, Side
 from redline.bench.serving.datasets import COMPLETIONS, DatasetConfig, asks
 from redline.bench.serving.metrics import error_of, failure_of
-from redline.bench.serving.records import Ask, Run
+from redline.bench.serving.records import LoadRequest, LoadRun
 from redline.bench.serving.saved import without_secrets
 from redline.bench.serving.sections import Plot
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.compare import STREAMS, CompareFlags
@@ -43,7 +43,7 @@ class CompareRun:
                 f"--backend-a {self.a.backend}, --backend-b {self.b.backend}: one takes plain text, the other a "
                 "chat, so the two would not get the same requests; use the same kind for both"
             )
-        self.plan = Plan(
+        self.plan = ComparePlan(
             blocks=flags.blocks,
             until=None if flags.until is None else share("--until", flags.until),
             most=max(flags.blocks, flags.max_blocks),
@@ -51,7 +51,7 @@ class CompareRun:
             seed=seed,
             scheduled=rate is not None,
         )
-        self.pace = Pace(
+        self.pace = LoadPace(
             rate=rate or math.inf,
             max_concurrency=flags.max_concurrency or (STREAMS if rate is None else None),
             seed=seed,
@@ -74,7 +74,7 @@ class CompareRun:
 
 def _target(
     flags: CompareFlags, url: str, model: str | None, backend: str | None, endpoint: str | None, variable: str | None
-) -> Target:
+) -> ServerTarget:
     server = ServerFlags(
         endpoint=endpoint,
         backend=backend,
@@ -116,16 +116,16 @@ def run(flags: CompareFlags, console: Console) -> int:
 class PairedPrompts:
     """The requests of each pair of loads: random prompts are new each time, prompts of a file come in turn."""
 
-    def __init__(self, config: DatasetConfig, tokenizer: str | None, target: Target) -> None:
+    def __init__(self, config: DatasetConfig, tokenizer: str | None, target: ServerTarget) -> None:
         """target: the server whose tokenizer counts without --tokenizer. Raises ConfigError for an unusable file."""
         self._config, self._target = config, target
         self.vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
-        self._file: list[Ask] = []
+        self._file: list[LoadRequest] = []
         if config.dataset_path is not None:
             whole = msgspec.structs.replace(config, num_prompts=MOST_LINES, no_oversample=True)
             self._file = asks(whole, self.vocabulary)
 
-    def __call__(self, pair: int) -> list[Ask]:
+    def __call__(self, pair: int) -> list[LoadRequest]:
         """The requests of pair number `pair`; -1 is the warm-up."""
         many = self._config.num_prompts
         if self._file:
@@ -143,7 +143,7 @@ class PairedPrompts:
 def _run(config: CompareRun, console: Console) -> int:
     flags = config.flags
     began = clock.now()
-    targets: dict[Side, Target] = {
+    targets: dict[Side, ServerTarget] = {
         "A": kept.reached(config.a, flags.waiting.ready_check_timeout_sec, console),
         "B": kept.reached(config.b, flags.waiting.ready_check_timeout_sec, console),
     }
@@ -153,7 +153,7 @@ def _run(config: CompareRun, console: Console) -> int:
     done, ended = 0, 0
     with Working("requests", shown=not flags.disable_tqdm) as working:
 
-        def put(side: Side, requests: Sequence[Ask]) -> Run:
+        def put(side: Side, requests: Sequence[LoadRequest]) -> LoadRun:
             nonlocal done
             what = f"{side}, block {ended + 1}: "
             run = kept.watched(working, lambda: done, total, what)(targets[side], requests, config.pace)
@@ -208,5 +208,5 @@ def _run(config: CompareRun, console: Console) -> int:
     return 0 if compare.outcomes(compared.blocks) else 1
 
 
-def _warm(requests: Sequence[Ask], many: int) -> list[Ask]:
+def _warm(requests: Sequence[LoadRequest], many: int) -> list[LoadRequest]:
     return [requests[at % len(requests)] for at in range(many)]

@@ -8,9 +8,9 @@ from rich.console import Console
 from redline import clock
 from redline.bench.serving import leaderboard, ready
 from redline.bench.serving.datasets import COMPLETIONS
-from redline.bench.serving.leaderboard import Outcome, Workload
-from redline.bench.serving.records import Answer
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.leaderboard import Workload, WorkloadOutcome
+from redline.bench.serving.records import TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.vocabulary import o200k, open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.leaderboard import LeaderboardFlags
@@ -46,7 +46,7 @@ def asked_for(flags: LeaderboardFlags) -> list[Workload]:
     ]
 
 
-def _run(flags: LeaderboardFlags, target: Target, workloads: list[Workload], console: Console) -> int:
+def _run(flags: LeaderboardFlags, target: ServerTarget, workloads: list[Workload], console: Console) -> int:
     other = o200k(flags.o200k)
     target = kept.reached(target, flags.waiting.ready_check_timeout_sec, console)
     room = ready.max_model_len(target)
@@ -55,7 +55,7 @@ def _run(flags: LeaderboardFlags, target: Target, workloads: list[Workload], con
     tokenizer = flags.server.vocabulary
     counts = None if tokenizer is None else open_vocabulary(Path(tokenizer))
     seed = kept.seed_of(flags.seed)
-    began, outcomes, answers = clock.now(), list[Outcome](), list[Answer]()
+    began, outcomes, answers = clock.now(), list[WorkloadOutcome](), list[TimedAnswer]()
     total = sum(flags.runs * workload.parallel for workload in workloads)
     with (
         Working("requests", shown=not flags.disable_tqdm) as working,
@@ -75,7 +75,7 @@ def _run(flags: LeaderboardFlags, target: Target, workloads: list[Workload], con
         ]
         if flags.num_warmups:  # prompts of its own: the measured prompts must not be in the prefix cache
             warm = kept.watched(working, lambda: 0, total, "warm-up: ")
-            if warm(target, asked[0][: flags.num_warmups], Pace()).stopped:
+            if warm(target, asked[0][: flags.num_warmups], LoadPace()).stopped:
                 raise KeyboardInterrupt
             asked[0] = asked[0][flags.num_warmups :]
         for workload, asks in zip(workloads, asked, strict=True):

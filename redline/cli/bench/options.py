@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 from typer.core import TyperCommand
 
-from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.target import Patience, ServerTarget
 from redline.cli.flags import Flag
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -109,7 +109,7 @@ class ServerFlags(Record, frozen=True):
         *,
         body: dict[str, Any] | None = None,
         otherwise: str = "openai-chat",
-    ) -> Target:
+    ) -> ServerTarget:
         """The server that the flags describe. Its API key comes from OPENAI_API_KEY or REDLINE_API_KEY.
 
         body: fields set by other flags; those of extra_body override them. otherwise: the backend if neither --backend
@@ -125,7 +125,7 @@ class ServerFlags(Record, frozen=True):
             path = f"/{path}"
         spoken = {"/chat/completions": "openai-chat", "/completions": "openai"}
         backend = self.backend or next((name for end, name in spoken.items() if path.endswith(end)), otherwise)
-        return Target(
+        return ServerTarget(
             base_url=url,
             backend=backend,
             endpoint=path,

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from redline.bench.serving.target import Ramp, Target
+from redline.bench.serving.target import Ramp, ServerTarget
 from redline.cli.bench.options import (
     OUTPUT,
     SERVER,
@@ -237,7 +237,7 @@ class ServeBenchFlags(Record, frozen=True):
     waiting: WaitingFlags = WaitingFlags()
 
     @property
-    def target(self) -> Target:
+    def target(self) -> ServerTarget:
         """The server, with the fields that the flags add to every body. Raises ConfigError."""
         sampling = {name: getattr(self.sampling, name) for name in self.sampling.__struct_fields__}
         return self.server.target(

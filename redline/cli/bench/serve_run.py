@@ -11,11 +11,11 @@ from redline.bench.serving import metrics, ready, saved
 from redline.bench.serving.checks import mismatches
 from redline.bench.serving.datasets import asks
 from redline.bench.serving.presets import with_preset
-from redline.bench.serving.records import Ask, Run
+from redline.bench.serving.records import LoadRequest, LoadRun
 from redline.bench.serving.remarks import remarks, scheduled
 from redline.bench.serving.report import page_of
 from redline.bench.serving.serve_page import heading, serve_tables
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.options import choices, goals, pairs, percentiles
@@ -109,7 +109,9 @@ def _run(config: ServeRun, console: Console) -> int:
     return 0 if figures["completed"] else 1
 
 
-def _requests(config: ServeRun, target: Target, notes: list[str], working: Working) -> tuple[list[Ask], Pace]:
+def _requests(
+    config: ServeRun, target: ServerTarget, notes: list[str], working: Working
+) -> tuple[list[LoadRequest], LoadPace]:
     """The requests, warm-ups first, and the pace with the number of warm-ups that there are prompts for."""
     wanted = config.dataset.num_prompts
     dataset = msgspec.structs.replace(config.dataset, num_prompts=wanted + config.pace.warmups)
@@ -122,7 +124,7 @@ def _requests(config: ServeRun, target: Target, notes: list[str], working: Worki
     return requests, pace
 
 
-def measured(run: Run, config: ServeRun) -> dict[str, Any]:
+def measured(run: LoadRun, config: ServeRun) -> dict[str, Any]:
     """`metrics.figures` of the configured latencies, or of all that apply."""
     names = list(config.latencies)
     if names and scheduled(config.pace):  # the remark on coordinated omission needs these figures
@@ -140,7 +142,7 @@ def measured(run: Run, config: ServeRun) -> dict[str, Any]:
     )
 
 
-def described(config: ServeRun, target: Target, requests: int) -> dict[str, Any]:
+def described(config: ServeRun, target: ServerTarget, requests: int) -> dict[str, Any]:
     """The description of a run, under vLLM's keys."""
     pace, flags = config.pace, config.flags
     found: dict[str, Any] = {
@@ -163,7 +165,7 @@ def described(config: ServeRun, target: Target, requests: int) -> dict[str, Any]
     return found
 
 
-def result_path(config: ServeRun, target: Target) -> Path:
+def result_path(config: ServeRun, target: ServerTarget) -> Path:
     """The path of the saved result: the configured file name, or the name that vLLM's client would choose."""
     pace, flags = config.pace, config.flags
     if flags.result_filename is not None:
@@ -177,5 +179,5 @@ def result_path(config: ServeRun, target: Target) -> Path:
     return flags.result_dir / name.replace("/", "_")
 
 
-def _at_its_deadline(run: Run, pace: Pace) -> bool:
+def _at_its_deadline(run: LoadRun, pace: LoadPace) -> bool:
     return pace.deadline is not None and run.seconds >= pace.deadline - 0.5

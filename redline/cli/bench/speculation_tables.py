@@ -11,9 +11,9 @@ from rich.table import Table
 from redline.bench.record import provenance
 from redline.bench.speculation.rates import (
     Asker,
-    Part,
     Question,
     Rate,
+    StepPart,
     bench_parts,
     bench_rates,
     mean_times,
@@ -162,7 +162,7 @@ def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
     return table
 
 
-def _part_table(parts: Sequence[Part], context: int) -> Table:
+def _part_table(parts: Sequence[StepPart], context: int) -> Table:
     table = Table(title=f"time of the parts of a step at context {context:,}")
     table.add_column("part")
     for name in ("batch", "ms", "times a plain step"):

@@ -11,11 +11,11 @@ from redline import clock
 from redline.bench.serving import saved, sweep
 from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.metrics import SLOS
-from redline.bench.serving.records import Ask
-from redline.bench.serving.saved import Result, without_secrets
-from redline.bench.serving.sweep import Plan, Point
-from redline.bench.serving.target import Pace, Target
-from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
+from redline.bench.serving.records import LoadRequest
+from redline.bench.serving.saved import BenchResult, without_secrets
+from redline.bench.serving.sweep import Point, SweepPlan
+from redline.bench.serving.target import LoadPace, ServerTarget
+from redline.bench.serving.vocabulary import TextVocabulary, open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.options import goals
 from redline.cli.bench.show import show
@@ -50,7 +50,7 @@ class SweepRun:
         )
 
 
-def _plan(flags: SweepFlags) -> Plan:
+def _plan(flags: SweepFlags) -> SweepPlan:
     if flags.max_concurrency and flags.request_rate:
         raise ConfigError("--max-concurrency and --request-rate: a sweep varies one of the two")
     if flags.search and not flags.goodput:
@@ -69,7 +69,7 @@ def _plan(flags: SweepFlags) -> Plan:
             f"--num-prompts {flags.num_prompts} is fewer than {loads[-1]:g} streams: give at least one request per "
             "stream"
         )
-    return Plan(
+    return SweepPlan(
         by=by,
         loads=tuple(loads),
         slos=goals(flags.goodput, SLOS),
@@ -93,7 +93,7 @@ def run(flags: SweepFlags, console: Console) -> int:
     return until_interrupted(lambda: _run(config, console), console, said)
 
 
-def settings(config: SweepRun, target: Target) -> dict[str, Any]:
+def settings(config: SweepRun, target: ServerTarget) -> dict[str, Any]:
     """Settings that must be equal for a run to resume another: server, dataset, SLO targets; not the list of loads."""
     server = without_secrets(target)
     plan = config.plan
@@ -111,7 +111,7 @@ def settings(config: SweepRun, target: Target) -> dict[str, Any]:
     )
 
 
-class Held(NamedTuple):
+class ResumedSweep(NamedTuple):
     """The state that a sweep resumes from. notes: remarks for readers of the points."""
 
     points: list[Point]
@@ -120,14 +120,14 @@ class Held(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def continued(config: SweepRun, target: Target) -> Held:
+def continued(config: SweepRun, target: ServerTarget) -> ResumedSweep:
     """The points of the saved file, with its seed and start time. Without a file: no points, a new seed, the time now.
 
     Raises ConfigError if the file contains another kind of result or other settings; the file is left as it is.
     """
     path = config.flags.save
     if path is None or not path.exists():
-        return Held([], kept.seed_of(config.flags.seed), clock.now())
+        return ResumedSweep([], kept.seed_of(config.flags.seed), clock.now())
     found = saved.read(path)
     if found.kind != "sweep":
         raise ConfigError(f"--save {path}: contains a result of `{found.kind}`; name another file")
@@ -145,7 +145,7 @@ def continued(config: SweepRun, target: Target) -> Held:
         points = msgspec.convert(found.details.get("points"), list[Point])
     except msgspec.ValidationError as error:
         raise ConfigError(f"--save {path}: its points cannot be read ({error}); name another file") from None
-    return Held(points, seed, found.began, found.notes)
+    return ResumedSweep(points, seed, found.began, found.notes)
 
 
 def _run(config: SweepRun, console: Console) -> int:
@@ -159,7 +159,7 @@ def _run(config: SweepRun, console: Console) -> int:
     requests = {load: requests_of(config, load) for load in plan.loads}
     done = sum(requests.get(one.load, 0) for one in points)
 
-    def result(*, stopped: bool) -> Result:
+    def result(*, stopped: bool) -> BenchResult:
         return kept.result(
             "sweep",
             figures(plan, points, config.flags.gpus),
@@ -214,13 +214,13 @@ def _run(config: SweepRun, console: Console) -> int:
 
 def asks_of(
     config: SweepRun,
-    target: Target,
+    target: ServerTarget,
     many: int,
     load: float,
     seed: int,
-    counts: Vocabulary | None,
+    counts: TextVocabulary | None,
     notes: dict[str, None],
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """The requests of a point. Random prompts differ between points; prompts of a file may be repeated.
 
     notes: receives remarks for readers of the result.
@@ -247,9 +247,9 @@ def warmups_of(config: SweepRun, load: float) -> int:
     return int(load) * WARMUPS if config.plan.by == "streams" else WARMUPS
 
 
-def pace(plan: Plan, load: float) -> Pace:
+def pace(plan: SweepPlan, load: float) -> LoadPace:
     """The request rate or concurrency limit of a load."""
-    return Pace(max_concurrency=int(load)) if plan.by == "streams" else Pace(rate=load)
+    return LoadPace(max_concurrency=int(load)) if plan.by == "streams" else LoadPace(rate=load)
 
 
 def line(one: Point) -> str:
@@ -261,7 +261,7 @@ def line(one: Point) -> str:
     return f"{one.name}: {one.output_throughput:,.1f} output tokens/s{user}{first}{share}{failed}"
 
 
-def figures(plan: Plan, points: Sequence[Point], gpus: int | None) -> dict[str, Any]:
+def figures(plan: SweepPlan, points: Sequence[Point], gpus: int | None) -> dict[str, Any]:
     """The figures at the top of a result file: highest throughput, frontier, highest load within the SLO targets."""
     good, bad = sweep.around_slo(points, plan.attainment) if plan.slos else (None, None)
     best = max((one.output_throughput for one in points), default=0.0)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from redline.bench.serving.target import Target
+from redline.bench.serving.target import ServerTarget
 from redline.cli.bench import options
 from redline.cli.bench.options import ServerFlags, as_ours, goals, pairs, percentiles
 from redline.errors import ConfigError
@@ -19,7 +19,7 @@ def _no_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("REDLINE_API_KEY", raising=False)
 
 
-def target_of(base_url: str | None = None, body: dict[str, Any] | None = None, **flags: Any) -> Target:
+def target_of(base_url: str | None = None, body: dict[str, Any] | None = None, **flags: Any) -> ServerTarget:
     return ServerFlags(**flags).target(base_url, body=body)
 
 
@@ -85,7 +85,7 @@ def test_a_target_has_what_the_flags_say(monkeypatch: pytest.MonkeyPatch):
         model="folder/m", served_model_name="m", header=("X-A= b=c",), extra_body='{"top_k": 1}',
         insecure=True, body={"top_k": 5, "top_p": 0.5},
     )  # fmt: skip
-    assert target == Target(
+    assert target == ServerTarget(
         base_url="http://127.0.0.1:8000", model="m", key="sk-1", headers={"X-A": "b=c"},
         body={"top_k": 1, "top_p": 0.5}, verify_tls=False,
     )  # fmt: skip
