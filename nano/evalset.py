@@ -25,7 +25,7 @@ from nano.data_recall import Line as TextLine
 from nano.sample import Generator, Sample, Split
 from redline.bench.quality.checks import GradedCall, grade
 
-Line = dict[str, Any]  # of an evaluation set: a `redline.bench.quality.prompts.Prompt`
+Line = dict[str, Any]  # of an evaluation set: a `redline.bench.quality.prompts.EvalPrompt`
 
 SEED = 2026
 SETS: tuple[Split, ...] = ("values", "families")
