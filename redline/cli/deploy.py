@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec import Meta
 
 import redline
+from redline.cli.flags import Argument, Flag
 from redline.cli.hub import fetched
 from redline.cli.options import SYNTHETIC
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
 from redline.folder import check_model
+from redline.messages.base import Record
 
 SHIPPED = Path(redline.__file__).parent / "shipped"  # the small model that comes with the package, and its drafter
 
@@ -214,23 +217,29 @@ def _config(source: Path, flags: dict[str, Any]) -> int:
 serve, show_config = _verb(_serve), _verb(_config)
 
 
-def manifests(
-    source: Annotated[Path, typer.Argument(metavar="deployment.toml", help="A deployment.")],
-    image: Annotated[str, typer.Option(help="The container's image, with Redline's version as its tag.")],
+class ManifestsFlags(Record, frozen=True):
+    """Flags of `redline manifests`."""
+
+    source: Annotated[Path, Meta(description="A deployment."), Argument(metavar="deployment.toml")]
+    image: Annotated[str, Meta(description="The container's image, with Redline's version as its tag.")]
     kind: Annotated[
-        str, typer.Option(metavar="leaderworkerset|kuberay", help="The resource that manages the workers' pods.")
-    ] = "leaderworkerset",
-    name: Annotated[str, typer.Option(help="Name of the resources in the manifests.")] = "redline",
+        str,
+        Meta(description="The resource that manages the workers' pods."),
+        Flag(metavar="leaderworkerset|kuberay"),
+    ] = "leaderworkerset"
+    name: Annotated[str, Meta(description="Name of the resources in the manifests.")] = "redline"
     claim: Annotated[
-        str, typer.Option(help="A PersistentVolumeClaim with the folders of the model's and the drafter's weights.")
-    ] = "redline-weights",
+        str, Meta(description="A PersistentVolumeClaim with the folders of the model's and the drafter's weights.")
+    ] = "redline-weights"
     secret: Annotated[
-        str, typer.Option(help="A Secret with cluster.key, and each file of keys that the deployment refers to.")
-    ] = "redline",
-) -> None:
+        str, Meta(description="A Secret with cluster.key, and each file of keys that the deployment refers to.")
+    ] = "redline"
+
+
+def manifests(flags: ManifestsFlags) -> None:
     """Print the Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods with agents."""
     from redline.deploy import config as deployment
     from redline.deploy.manifests import Around, as_yaml, rendered
 
-    config = deployment.read(source, {})
-    print(as_yaml(rendered(config, kind, Around(image, name, claim, secret))), end="")
+    config = deployment.read(flags.source, {})
+    print(as_yaml(rendered(config, flags.kind, Around(flags.image, flags.name, flags.claim, flags.secret))), end="")

@@ -14,8 +14,8 @@ from redline.bench.quality.quality import caption, grade_all, table
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
+from redline.cli.verbs import GradeConfig
 from redline.disk import check_output
-from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
 from redline.worker.config import EngineConfig
@@ -23,18 +23,6 @@ from redline.worker.engine import Engine, kv_dtype_of
 
 KEPT = "the answers so far are kept; run the same command to resume"
 CONTEXT = 8192  # tokens: the longest evaluation prompt with its answer
-
-
-class GradeConfig(Record, frozen=True):
-    """The settings of `redline eval`."""
-
-    folder: Path  # the checkpoint's folder
-    sets: Path | None = None  # a folder of prompts; None: FOLDER/eval
-    limit: int | None = None  # maximum prompts of each kind of each set; None: all
-    run_code: bool = False  # run the functions that the model writes
-    against: Path | None = None  # a second checkpoint's folder
-    kv_dtype: str = "bf16"  # of the KV cache
-    save: Path | None = None  # file for the report
 
 
 def run(config: GradeConfig, console: Console) -> int:

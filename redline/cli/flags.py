@@ -16,7 +16,7 @@ tuple is a repeatable option. A field with a record is a group: its fields are o
 import inspect
 from collections.abc import Callable, Iterator
 from types import NoneType, UnionType
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -88,7 +88,6 @@ def verb(
 def _fields(record: type[msgspec.Struct], groups: tuple[str, ...]) -> Iterator[_Field]:
     hints = get_type_hints(record, include_extras=True)
     for field in msgspec.structs.fields(record):
-        kind: Any
         kind, extras = _unwrapped(hints[field.name])
         path = (*groups, field.name)
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -103,9 +102,8 @@ def _fields(record: type[msgspec.Struct], groups: tuple[str, ...]) -> Iterator[_
             extras += inner
             shown = shown if default is UNSET else None
         info, spelling, bounds = _declared(field.name, extras, "float" if kind is float else "int")
-        given: Any = list[kind] if several else kind
-        given = given if default is UNSET else given | None
-        annotation = Annotated[given, info]
+        kind = cast("Any", list[kind] if several else kind)
+        annotation = Annotated[kind if default is UNSET else kind | None, info]
         parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=annotation)
         yield _Field(path, parameter, default, spelling, bounds)
 
@@ -134,6 +132,7 @@ def _declared(name: str, extras: list[Any], number: str) -> tuple[Any, str, str]
     if (check := flag.check) is not None:
         shown["callback"] = _callback(check)
     if isinstance(flag, Argument):
+        shown.setdefault("metavar", name.upper())
         return typer.Argument(**shown), flag.shown["metavar"] or name.upper(), bounds
     names = flag.names or (f"--{name.rstrip('_').replace('_', '-')}",)  # named, a bool has no --no-name
     return typer.Option(*names, **shown), names[0].partition("/")[0], bounds

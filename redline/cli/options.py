@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import Meta
 
+from redline.cli.flags import Argument, Flag
 from redline.folder import check_drafter, check_model
 
 SYNTHETIC = (
@@ -21,13 +23,6 @@ def model(context: typer.Context, folder: Path | None) -> Path | None:
     return folder
 
 
-def geometry(context: typer.Context, folder: Path | None) -> Path | None:
-    """As `model`, but config.json is enough."""
-    if folder is not None and not context.resilient_parsing:
-        check_model(folder, weights=False)
-    return folder
-
-
 def drafter(context: typer.Context, folder: Path | None) -> Path | None:
     """As `model`, for a drafter's folder."""
     if folder is not None and not context.resilient_parsing:
@@ -39,3 +34,10 @@ Folder = Annotated[
     Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tiktoken.model.", callback=model)
 ]
 Drafter = Annotated[Path, typer.Option(help="The drafter's folder.", callback=drafter)]
+ModelFolder = Annotated[
+    Path,
+    Meta(description="A checkpoint's folder: config.json, *.safetensors, tiktoken.model."),
+    Argument(check=check_model),
+]
+DrafterFolder = Annotated[Path, Meta(description="The drafter's folder."), Flag(check=check_drafter)]
+Device = Annotated[str | None, Meta(description="cpu or cuda. Default: the GPU, if there is one.")]

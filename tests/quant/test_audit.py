@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from redline.cli.audit import AuditConfig, run
+from redline.cli.audit import run
+from redline.cli.quantize import AuditConfig
 from redline.draft.corpus.corpus import Example, Writer
 from redline.draft.corpus.target import Target
 from redline.errors import ConfigError
@@ -139,9 +140,10 @@ def test_a_broken_expert_is_named_and_the_exit_code_is_one(pair: tuple[Path, Pat
         config = AuditConfig(
             a=pair[0],
             b=b,
-            texts=(corpus,),
+            text=(corpus,),
             tokens=10_000,
-            bounds=Bounds(kl=1, agreement=0.2),
+            most_kl=1,
+            least_agreement=0.2,
             save=tmp_path / "audit.json",
             html=tmp_path / "audit.html",
             device="cpu",
