@@ -89,11 +89,11 @@ class RandomWords:
         """Raises the errors of the tokenizer."""
         words: list[str] = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
         self._first: dict[str, int] = dict.fromkeys(words, 1)
-        self._after = self._first
+        self._after: dict[str, int] = self._first
         self._counted = tokenizer is not None
         if tokenizer is not None:
             before = len(tokenizer.encode("of"))
-            some = {*_FILLING, *random.Random(0).sample(words, min(CALIBRATED, len(words)))}
+            some: set[str] = {*_FILLING, *random.Random(0).sample(words, min(CALIBRATED, len(words)))}
             self._first = {word: len(tokenizer.encode(word)) for word in sorted(some)}
             self._after = {word: len(tokenizer.encode(f"of {word}")) - before for word in sorted(some)}
 
@@ -109,7 +109,8 @@ class RandomWords:
 
     def more(self, tokens: int, draw: random.Random) -> str:
         """Random words, each with a leading space; the last ones are short enough for the number of tokens."""
-        words, found = list(self._after), list[str]()
+        found: list[str] = []
+        words: list[str] = list(self._after)
         if not self._counted:
             return "".join(f" {word}" for word in draw.choices(words, k=tokens))
         while tokens > 0 and words:
