@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from redline.cli import options
+import redline.cli.options as options
 from redline.cli.bench.options import NotNegative
 from redline.cli.console import plain_console
 from redline.cli.flags import Argument, AtLeast1, Flag
