@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.kept import Kept
+from redline.bench.quality.kept import KeptAnswers
 from redline.bench.quality.quality import caption, grade_all, table
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
@@ -42,13 +42,13 @@ def run(config: GradeConfig, console: Console) -> int:
 
 
 def _run(config: GradeConfig, console: Console) -> int:
-    opened: list[Kept] = []
+    opened: list[KeptAnswers] = []
 
     @contextmanager
-    def answerer(folder: Path) -> Generator[Kept]:
+    def answerer(folder: Path) -> Generator[KeptAnswers]:
         with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=config.kv_dtype)) as engine:
             file = _state() / f"eval-{engine.fingerprint[:16]}-{config.kv_dtype}.jsonl"
-            opened.append(Kept(Greedy(engine), file))
+            opened.append(KeptAnswers(Greedy(engine), file))
             yield opened[-1]
 
     with Working("answers") as working:

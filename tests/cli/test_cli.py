@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from redline.cli import app, main
-from redline.cli.bench.speculation_tables import SpeculateConfig
+from redline.cli.bench.steps import SpeculateFlags
 from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine.mine import MineConfig
@@ -441,7 +441,7 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
         (
             "bench speculate t --draft d",
             "redline.cli.bench.speculation_tables.run",
-            SpeculateConfig(folder="t", draft="d"),
+            SpeculateFlags(folder="t", draft="d"),
         ),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.kernels.cpu import native
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
@@ -34,7 +34,7 @@ def test_kimis_step_of_one_token_by_hand() -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_the_floor_of_redline_bench_decode(ranks: int) -> None:
     rows, tokens, context = 8, 4, 1000
-    depth = Depth(
+    depth = DepthCase(
         shape="kimi-k2.6", config=KIMI_K26, physical=12, rows=rows, tokens=tokens, context=context,
         kv_dtype=torch.float8_e4m3fn, overlap=None, ranks=ranks,
     )  # fmt: skip
