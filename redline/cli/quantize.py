@@ -65,7 +65,7 @@ def quantize(
     from redline.model.k2.config import K2Config
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
-    from redline.quant.texts import Text, chosen, halves
+    from redline.quant.texts import CalibrationText, chosen, halves
 
     values: dict[str, Any] = {
         "source": str(source),
@@ -83,7 +83,7 @@ def quantize(
     except msgspec.ValidationError as error:
         message, at = explained(error, QuantizeConfig)
         raise ConfigError(f"{at.removeprefix('.')}: {message}") from None
-    texts: list[Text] = []
+    texts: list[CalibrationText] = []
     if config.level == "calibrated":
         vocabulary = K2Config.from_folder(source).vocab_size
         texts = chosen(halves(read_texts(source, text or ()))[0], tokens, vocabulary)

@@ -44,8 +44,8 @@ from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, Runner
-from redline.transport.base import Memory
-from redline.transport.peer import Chip
+from redline.transport.base import MemoryRange
+from redline.transport.peer import GpuDriver
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 from redline.worker.parcel_memory import Ended
@@ -238,14 +238,14 @@ class Ranks:
             for outbox in self._outboxes:
                 outbox.put(command)
 
-    def share(self, size: int) -> Memory:
+    def share(self, size: int) -> MemoryRange:
         """Allocates `size` zeroed bytes of host memory that every rank can read. Raises ConfigError if there is no
         room."""
         memory, grown = self.memory.grow(size)
         self.tell(grown)
         return memory
 
-    def export(self, chip: Chip, size: int) -> Memory:
+    def export(self, chip: GpuDriver, size: int) -> MemoryRange:
         """Allocates `size` zeroed bytes on this rank's GPU that every other rank maps. Raises ConfigError if there is
         no room."""
         memory, exported = self.memory.export(chip, size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import launched_by
-from redline.kernels.record import Record, layout_check
+from redline.kernels.record import ArgumentStruct, layout_check
 
 HERE = Path(__file__).parent
 INCLUDED = HERE, HERE.parent / "hopper" / "blocks"  # include folders of the sources
@@ -38,7 +38,7 @@ def run(
     source: Path,
     name: str,
     options: Sequence[str],
-    arguments: Record,
+    arguments: ArgumentStruct,
     grid: tuple[int, int],
     threads: int,
     shared: int,
@@ -58,7 +58,7 @@ def run(
 
 
 @functools.cache
-def _library(source: Path, options: tuple[str, ...], args: type[Record]) -> ctypes.CDLL:
+def _library(source: Path, options: tuple[str, ...], args: type[ArgumentStruct]) -> ctypes.CDLL:
     """The library of a kernel that takes `args`. Raises RuntimeError if its source has another layout for them."""
     return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common(), layout_check(args))))
 

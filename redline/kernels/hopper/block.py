@@ -39,7 +39,7 @@ from redline.kernels.hopper.linear import products
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
-from redline.kernels.hopper.prefill.stream import Part, PromptStream
+from redline.kernels.hopper.prefill.stream import CommunicatedRows, PromptStream
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
@@ -243,7 +243,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         routed = grouped_experts(x, ids, weights, e.up, e.down)
     shared = laid_out(w.down).T
 
-    def partial(part: Part) -> Tensor:
+    def partial(part: CommunicatedRows) -> Tensor:
         own = part.of(h)[:, : w.width] @ shared
         if not stream.divided:
             return own + routed[part.rows]  # float32

@@ -22,7 +22,7 @@ from torch import Tensor
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Moe
-from redline.kernels.cpu.blocks.transformer import Predicted, TransformerArgs
+from redline.kernels.cpu.blocks.transformer import TransformerArgs, TransformerOutput
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
@@ -33,7 +33,7 @@ from redline.ops.mla import MlaWeights, prefill_whole, rounds
 from redline.ops.moe import Routed
 
 
-def forward(step: TransformerArgs, group: Group = ALONE) -> Predicted:
+def forward(step: TransformerArgs, group: Group = ALONE) -> TransformerOutput:
     """A whole step: the argmax token of every requested row, with the captured states and the logits."""
     planes, weights, inputs, layers, asked = step
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
@@ -114,10 +114,10 @@ def route(x: Tensor, experts: Moe | None) -> Routed | None:
     return Routed(e.gate_up, e.down, ids, weights)
 
 
-def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
+def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> TransformerOutput:
     """The result of a step from hidden [T, D], captured states [T, F D] and logits float32 [R, V].
 
     The argmax is reported as -1 for a row whose logits are not all finite.
     """
     ids_R, finite_R = best(logits_RV)
-    return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)
+    return TransformerOutput(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)

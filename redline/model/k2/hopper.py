@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import (
     MOST_DECODED,
@@ -82,11 +82,11 @@ class GpuK2(K2):
 
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
-    ) -> Predicted:
+    ) -> TransformerOutput:
         """As `K2.predict`; reading the argmax tokens waits for the device if any are requested."""
         hidden, features = self.forward(inputs, planes, layers)
         if not asked:
-            return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
+            return TransformerOutput([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
         return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
 
     def _decode(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:

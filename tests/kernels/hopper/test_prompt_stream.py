@@ -11,7 +11,7 @@ from torch import Tensor
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill import stream as streams
-from redline.kernels.hopper.prefill.stream import Part, PromptStream
+from redline.kernels.hopper.prefill.stream import CommunicatedRows, PromptStream
 from redline.kernels.kernel import references
 from redline.ops.add_norm import rms_norm
 from tests.ranks_in_turn import Meeting
@@ -41,7 +41,7 @@ def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, grou
             assert [row for rows in arriving for row in range(tokens)[rows]] == list(range(tokens))
             read.append(x_TD.clone())
 
-            def partial(part: Part, x_TD: Tensor = x_TD) -> Tensor:
+            def partial(part: CommunicatedRows, x_TD: Tensor = x_TD) -> Tensor:
                 return part.of(x_TD).float() @ weights
 
             stream = stream.adding(partial)

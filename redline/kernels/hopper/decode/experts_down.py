@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode.choose_experts import SLOT_PAIRS, SUMMED_PAIRS, SUMMED_TOKENS, Pairs
 from redline.kernels.hopper.decode.experts_up import MOST_MEMORY, decode_h, encode_h, some_pairs
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
+from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Kind, RecordForm, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.hopper.ranks import EXPERTS, RankLinks, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
@@ -65,7 +65,7 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
+def kernel_of(form: RecordForm, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
     """The kernel for at most `room` tokens. shared: Is padded, or 0.
 
     With more than eight tokens the sums of each token use 1 KB of shared memory.
