@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -394,20 +393,11 @@ def test_what_is_looked_for_before_a_worker_is_started_are_run_time_parts():
     assert set(OF_A_WORKER) <= set(RUN_TIME)
 
 
-def test_the_emulator_is_the_tests_own():
-    """No wheel contains it, neither its Python nor its sources, and no module in a wheel imports it."""
-    tools = PROJECT["tool"]["setuptools"]
-    packages = find_namespace_packages(str(ROOT), **tools["packages"]["find"])
+def test_a_wheel_has_the_folders_of_kernels_and_no_module_of_it_imports_the_tests():
+    packages = find_namespace_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
     assert {"redline.kernels.hopper", "redline.kernels.hopper.blocks", "redline.kernels.cpu.core"} <= set(packages)
-    assert not [package for package in packages if package.startswith("redline.kernels.emulator")]
-    for file in (ROOT / "redline/kernels/emulator").iterdir():
-        if file.is_file():
-            # Patterns of package-data of each parent package, which also match files in the folders below.
-            above = ("kernels/emulator", "redline"), ("emulator", "redline.kernels")
-            taken_out = tools["exclude-package-data"]
-            assert all(any(fnmatch(f"{path}/{file.name}", p) for p in taken_out[name]) for path, name in above)
-    shipped = set((ROOT / "redline").rglob("*.py")) - set((ROOT / "redline/kernels/emulator").rglob("*.py"))
-    assert not [path for path in shipped if "kernels.emulator" in "".join(imported(path))]
+    shipped = (ROOT / "redline").rglob("*.py")
+    assert not [path for path in shipped if any(name.split(".")[0] == "tests" for name in imported(path))]
 
 
 # -------------------------------------------------------------------------------------------------------- security

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.dense import random_x
 from redline.kernels.hopper.decode.experts_down import ExpertsDownArgs, experts_down
 from redline.kernels.hopper.decode.experts_up import encode_h, some_pairs
@@ -33,6 +32,7 @@ from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Rooms, new_control
+from tests.emulator.emulator import emulation
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # columns and rows of an all-gather

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu.panels import Matrix
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import MAX_WAVES, SMS, AttentionPlan, attend, plan, random_context
 from redline.kernels.hopper.decode.unabsorb import MAX_SPLITS, unabsorb
@@ -16,6 +15,7 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.mla import MlaWeights, mla_decode
 from redline.ops.op import Case
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn

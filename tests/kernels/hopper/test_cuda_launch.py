@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper import driver
 from redline.kernels.hopper import kernel as kernel_module
 from redline.kernels.hopper.kernel import HERE, CudaKernel, LaunchRecord, launch_record, launched_by
 from redline.kernels.record import ArgumentStruct, layout_check, record
+from tests.emulator.emulator import emulation
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
 EMBED = launch_record("decode/embed.cu", "EmbedLaunch")

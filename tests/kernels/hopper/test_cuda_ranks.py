@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.ranks import ATTENTION, UNSENT
 from tests import forked
+from tests.emulator.emulator import emulation
 from tests.kernels.hopper import ranks_program
 from tests.waiting import LIMIT_S
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.attend import AttentionPlan, attend, random_context
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
@@ -17,6 +16,7 @@ from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import NANO, random_weights
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn

@@ -22,7 +22,6 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     triton_bf16.mend()
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import ALONE, Alone, Group
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -35,6 +34,7 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.k2.shard import Shard, rooms_of
 from redline.model.k2.write import tiny_config
+from tests.emulator.emulator import emulation
 
 HIDDEN, WIDTH = 96, 64
 TARGET = tiny_config(

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import redline.kernels.hopper.decode.attend as attention
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Group
 from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
@@ -30,6 +29,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import KIMI_NANO
 from redline.model.k2.write import random_checkpoint
+from tests.emulator.emulator import emulation
 from tests.ranks_in_turn import Meeting
 from tests.tiny_model import CPU
 
