@@ -30,9 +30,9 @@ from torch import Tensor
 from redline import clock
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import Group
-from redline.kernels.hopper.group import GpuGroup
+from redline.kernels.hopper.collectives.gpu_group import GpuGroup
 from redline.messages.channel import SocketOutbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.handoff import Piece
@@ -150,7 +150,7 @@ class Ranks:
             self.device = device_of(0, device)
             self.group = open_group(folder, 0, ranks, self.device, config)
             if self.reason is not None:
-                self.group.lose(self.reason)  # a rank went down before the group existed
+                self.group.abort(self.reason)  # a rank went down before the group existed
             watcher = threading.Thread(target=self._listen, name="beats", daemon=True)
             watcher.start()
             self._watching.append(watcher)
@@ -230,7 +230,7 @@ class Ranks:
             shutil.rmtree(self._folder.name, ignore_errors=True)  # `_lost` ends the process without any cleanup
             self._lost(reason)
         elif (group := vars(self).get("group")) is not None:
-            group.lose(reason)
+            group.abort(reason)
 
     def tell(self, command: Wire) -> None:
         """Sends a command to all other ranks. Any thread may call this."""

@@ -68,7 +68,7 @@ class CudaKernel:
 
         Blocks that wait for other ranks must all be resident at the same time: a block that has not started sends
         nothing, and blocks that wait for it do not exit. This is asserted as far as `at_once` can tell. Registers
-        always suffice for one block per multiprocessor (112 blocks of `experts_down`); 64 tokens of `sum_ranks` are 896
+        always suffice for one block per multiprocessor (112 blocks of `experts_down`); `all_reduce` of 64 tokens is 896
         blocks of 128 threads, 7 per multiprocessor, which 72 registers per thread allow.
 
         Raises TypeError for a record of another struct than the kernel takes.

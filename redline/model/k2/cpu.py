@@ -109,11 +109,11 @@ class K2:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states [R, D] -> logits float32 [R, V]."""
-        return self.group.gather(linear(hidden_RD, self.head).float())
+        return self.group.all_gather(linear(hidden_RD, self.head).float())
 
     def whole_head(self) -> Tensor:
         """The whole head bf16 [V, D], gathered from all ranks; all must call this."""
-        return self.group.gather(self.head.dense().T.float()).T.to(torch.bfloat16)
+        return self.group.all_gather(self.head.dense().T.float()).T.to(torch.bfloat16)
 
 
 def load(

@@ -46,7 +46,7 @@ def forward(step: TransformerArgs, group: Group = ALONE) -> TransformerOutput:
     residual, x = add_norm(residual, partial, weights.norm, weights.eps)
     if features is not None and len(weights.blocks) in wanted:
         features[:, wanted[len(weights.blocks)]] = residual
-    logits_RV = group.gather(linear(x[list(asked)], weights.head).float())
+    logits_RV = group.all_gather(linear(x[list(asked)], weights.head).float())
     return predicted(x, None if features is None else features.flatten(1), logits_RV)
 
 
@@ -65,7 +65,7 @@ def block(
     """
     residual, x = attended(residual_TD, partial_TD, weights, inputs, plane, group)
     routed = route(x, weights.experts)
-    return residual, group.add(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
+    return residual, group.all_reduce(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
 
 
 def attended(
@@ -82,7 +82,7 @@ def attended(
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
     attend(q, w, weights.softmax_scale, inputs, plane, o)
-    partial = group.add(linear(o.flatten(1), weights.o_proj, rounds(plane)))
+    partial = group.all_reduce(linear(o.flatten(1), weights.o_proj, rounds(plane)))
     return add_norm(residual, partial, weights.mlp_norm, weights.eps)
 
 

@@ -19,6 +19,8 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
+from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS as MOST_TOKENS_OF_RANKS
+from redline.kernels.hopper.collectives.rank_links import Linked
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, SUMMED_PAIRS, notes_of
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
@@ -28,8 +30,6 @@ from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 from redline.kernels.hopper.prefill.stream import PromptStream
-from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
-from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
@@ -117,7 +117,7 @@ class GpuK2(K2):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
-        return self.group.gather(logits_of(hidden_RD, self.head, self._normed))
+        return self.group.all_gather(logits_of(hidden_RD, self.head, self._normed))
 
 
 def most_decoded(config: K2Config, ranks: int) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu import native
+from redline.kernels.hopper.collectives.share_latents import gain
 from redline.kernels.hopper.decode.attend import AttendArgs, AttentionPlan, attend, plan, predicted, random_context
-from redline.kernels.hopper.decode.share_latents import gain
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from tests.emulator.emulator import emulation

@@ -94,7 +94,7 @@ class PromptStream:
             if whole is None:
                 whole = own_W.new_empty(self.parts[-1].rows.start + self.parts[-1].evened, own_W.shape[1])
             first = part.rows.start
-            ends.append(self.group.begin_gather_rows(own_W, whole[first : first + part.evened]))
+            ends.append(self.group.begin_all_gather_rows(own_W, whole[first : first + part.evened]))
         assert whole is not None
 
         def arriving() -> Iterator[slice]:
@@ -114,7 +114,7 @@ class PromptStream:
     def adding(self, partial: Callable[[CommunicatedRows], Tensor]) -> "PromptStream":
         """The stream after a sublayer. partial: computes this rank's partial sums of a part, float32 or bf16
         [evened, D]; they are reduced over ranks while the next part is computed."""
-        begin = self.group.begin_add_rows if self.divided else self.group.begin_add
+        begin = self.group.begin_reduce_scatter if self.divided else self.group.begin_all_reduce
         return replace(self, parts=tuple(replace(part, sums=begin(partial(part))) for part in self.parts))
 
     def added(self) -> "PromptStream":
