@@ -17,7 +17,7 @@ the base has not seen), the same number in every domain, and the rest from the b
 base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
 gap of each example under the base (`redline.draft.mine.choose`), `control` at random.
 
-docs/nano.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
+nano/README.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
 """
 
 import argparse
