@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer

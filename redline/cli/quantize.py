@@ -75,7 +75,7 @@ def quantize(flags: QuantizeFlags) -> int:
     from redline.model.k2.config import K2Config
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
-    from redline.quant.texts import Text, chosen, halves
+    from redline.quant.texts import CalibrationText, chosen, halves
 
     values: dict[str, Any] = msgspec.to_builtins(flags, enc_hook=str)
     for name in ("text", "tokens"):
@@ -86,7 +86,7 @@ def quantize(flags: QuantizeFlags) -> int:
     except msgspec.ValidationError as error:
         message, at = explained(error, QuantizeConfig)
         raise ConfigError(f"{at.removeprefix('.')}: {message}") from None
-    texts: list[Text] = []
+    texts: list[CalibrationText] = []
     if config.level == "calibrated":
         vocabulary = K2Config.from_folder(flags.source).vocab_size
         texts = chosen(halves(read_texts(flags.source, flags.text))[0], flags.tokens, vocabulary)

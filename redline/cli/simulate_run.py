@@ -22,10 +22,10 @@ from redline.policy.expected import Roles, WorkerModel
 from redline.policy.targets import Targets
 from redline.progress import Working
 from redline.simulate import traces
-from redline.simulate.figures import Bucket, Figures, figures
-from redline.simulate.fleet import Counted, Setting, Simulation
+from redline.simulate.figures import Figures, FleetInterval, figures
+from redline.simulate.fleet import AutoscaleLimits, Setting, Simulation
 from redline.simulate.models import worker_model
-from redline.simulate.traces import KINDS, Phase, Request
+from redline.simulate.traces import KINDS, Phase, TracedRequest
 
 DEFAULT = Targets(ttft_s=2.0, itl_s=0.05)
 MOST_WORKERS = 20_000
@@ -103,7 +103,7 @@ def _played(
     workers = _workers(config.gpus, model)
     counted = None
     if roles is None and config.least is not None:
-        counted = Counted(config.least, workers, config.start, config.spare)
+        counted = AutoscaleLimits(config.least, workers, config.start, config.spare)
     setting = Setting(
         model=model,
         roles=roles or Roles(both=workers if counted is None else counted.least),
@@ -126,7 +126,7 @@ class _Trace:
     def __init__(self, config: SimulateConfig) -> None:
         self._scale, self._seed = config.time_scale, config.seed
         self._phases = phases(config.trace)
-        self._read: list[Request] = [] if self._phases else traces.read(Path(config.trace))
+        self._read: list[TracedRequest] = [] if self._phases else traces.read(Path(config.trace))
         last = sum(phase.seconds for phase in self._phases) if self._phases else self._read[-1].at_s
         self.seconds = max(1.0, last * self._scale)
         if self.seconds > MOST_SECONDS:
@@ -135,8 +135,8 @@ class _Trace:
                 "smaller --time-scale"
             )
 
-    def requests(self) -> Iterator[Request]:
-        requests: Iterable[Request] = traces.made(self._phases, self._seed) if self._phases else self._read
+    def requests(self) -> Iterator[TracedRequest]:
+        requests: Iterable[TracedRequest] = traces.made(self._phases, self._seed) if self._phases else self._read
         return (request._replace(at_s=request.at_s * self._scale) for request in requests)
 
 
@@ -232,5 +232,5 @@ def _over_time(each: Figures) -> Table:
     return table
 
 
-def _mean(some: Sequence[Bucket], name: str) -> float:
+def _mean(some: Sequence[FleetInterval], name: str) -> float:
     return sum(getattr(each, name) for each in some) / len(some)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import WorkerLost
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.hopper.faults import is_device_error
 from redline.messages.job import Sampling
 from redline.messages.step import Begin, RowResult, Step, StepResult, TokenLogprobs
@@ -118,7 +118,7 @@ class EagerSteps:
                 features,
             )
 
-    def _verify(self, spans: Sequence[RowSpan], out: Predicted) -> list[RowResult]:
+    def _verify(self, spans: Sequence[RowSpan], out: TransformerOutput) -> list[RowResult]:
         """The result of each row. Logits exist for all positions of a decode row, and for one of any other row."""
         chosen = self._chosen(spans, out)
         tokens = range(self.model.config.vocab_size)
@@ -177,7 +177,7 @@ class EagerSteps:
             )
         return results
 
-    def _chosen(self, spans: Sequence[RowSpan], out: Predicted) -> list[int]:
+    def _chosen(self, spans: Sequence[RowSpan], out: TransformerOutput) -> list[int]:
         """The token of each row of logits for which `is_chosen_alone` holds; all random draws go in one call.
 
         For other rows it is the argmax. -1 if the logits are not finite, or if nothing can be drawn.
@@ -218,7 +218,13 @@ class EagerSteps:
         return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
 
     def _verify_synthetic(
-        self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int
+        self,
+        number: int,
+        drafts: Sequence[int],
+        out: TransformerOutput,
+        first: int,
+        chosen: Sequence[int],
+        position: int,
     ) -> Verified:
         """The drafts that the synthetic draw accepts, and the target model's own token after them. first: index of
         the slot's first row of logits."""

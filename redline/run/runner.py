@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from redline.errors import RankLost, WorkerLost
-from redline.kernels.group import START_S, STEP_S, meet
+from redline.kernels.group import START_S, STEP_S, barrier
 from redline.messages.job import Grammar
 from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.model.eagle3.module import Eagle3
@@ -155,11 +155,11 @@ class Runner:
         """With tensor parallelism each rank compiles its kernels at its own pace: all ranks have to finish the
         capture before a step waits for one of them."""
         group = self.model.group
-        group.allow(START_S)
+        group.set_timeout(START_S)
         if not captured.record_more():
-            group.allow(STEP_S)
+            group.set_timeout(STEP_S)
             return False
-        meet(group, self.model.device, START_S, STEP_S)
+        barrier(group, self.model.device, START_S, STEP_S)
         return True
 
     def hold(self, grammar: Grammar) -> Callable[[], bool]:
@@ -189,7 +189,7 @@ class Runner:
 
         The runner must be idle. Raises RankLost if a rank does not respond.
         """
-        ready = functools.partial(meet, self.model.group, self.model.device, START_S, STEP_S)
+        ready = functools.partial(barrier, self.model.group, self.model.device, START_S, STEP_S)
         if self._thread is None:
             ready()
         else:

@@ -25,8 +25,8 @@ from redline.policy.roles import RoleChoice, best_roles, choose_roles, settled, 
 from redline.policy.targets import Targets
 from redline.router.latency_model import LatencyModel, PrefillShare
 from redline.router.placement import PlacementCandidate, PredictedPlacement, apart, beside, cheapest, predict
-from redline.simulate.caches import Caches, Depth
-from redline.simulate.traces import BLOCK_TOKENS, Request
+from redline.simulate.caches import CachedPrefix, Caches
+from redline.simulate.traces import BLOCK_TOKENS, TracedRequest
 from redline.simulate.worker import Played, Worker
 
 EVERYBODY = 16  # largest pool in which every worker is considered for every request
@@ -48,7 +48,7 @@ Way = Literal["predicted", "remote", "local"]
 local: the worker that decodes."""
 
 
-class Counted(NamedTuple):
+class AutoscaleLimits(NamedTuple):
     """Autoscaling of the number of workers; the fields are those of `tune.count.Limits`."""
 
     least: int
@@ -75,10 +75,10 @@ class Setting(NamedTuple):
     horizon_s: float = 300.0
     seed: int = 0
     slow_s: float = math.inf
-    counted: Counted | None = None
+    counted: AutoscaleLimits | None = None
 
 
-class Ended(NamedTuple):
+class RequestResult(NamedTuple):
     """The result of one request; first_s is infinite if it never ended. of: its class. slow: the share of its
     inter-token gaps that were longer than `slow_s`."""
 
@@ -112,7 +112,7 @@ class Simulation:
     def __init__(self, setting: Setting, watch: Callable[[float], object] | None = None) -> None:
         """watch: called every WATCH_EVERY events with the simulated time in seconds."""
         self.now = 0.0
-        self.ended: list[Ended] = []
+        self.ended: list[RequestResult] = []
         self.gaps: Counter[int] = Counter()  # number of inter-token gaps, by bin (`worker.gap_ms`)
         self.events = 0
         model, runs, counted = setting.model, setting.roles.workers, setting.counted
@@ -142,7 +142,7 @@ class Simulation:
         self._recent: deque[tuple[float, RequestTokens]] = deque()
         self._pool()
 
-    def run(self, requests: Iterable[Request]) -> None:
+    def run(self, requests: Iterable[TracedRequest]) -> None:
         """Simulate requests, sorted by time, to their end. Those that have not ended PATIENCE_S after the last arrival
         count as unfinished."""
         heap, plan_s, promised = self._heap, self._setting.plan_s, self._setting.targets
@@ -172,7 +172,9 @@ class Simulation:
                 self._happen()
         for job in self._open.values():
             self.ended.append(
-                Ended(job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False)
+                RequestResult(
+                    job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False
+                )
             )
 
     def learn(self, requests: Sequence[RequestTokens]) -> None:
@@ -215,7 +217,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------------- a request
 
-    def _send(self, job: Played, request: Request) -> None:
+    def _send(self, job: Played, request: TracedRequest) -> None:
         """Choose the prefill and the decode worker of a request, as `WorkerRegistry.route` does."""
         self._open[job.index] = job
         depths = self._caches.depths(request.blocks)
@@ -248,7 +250,7 @@ class Simulation:
         self._push(computer)
 
     def _candidates(
-        self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
+        self, pool: Sequence[Worker], depths: Sequence[CachedPrefix], job: Played, everywhere: int | None
     ) -> list[tuple[Worker, PlacementCandidate]]:
         """The workers of a pool that are considered, each with its state; the one with the oldest last job comes first.
         everywhere: tokens of the prompt that all workers have cached; None: according to the caches."""
@@ -320,7 +322,7 @@ class Simulation:
         good = first_s <= wanted.ttft_s and itl_s <= wanted.itl_s
         slow = job.slow * self._model.tokens_per_step / max(1, job.output - 1)
         self.ended.append(
-            Ended(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good, slow)
+            RequestResult(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good, slow)
         )
 
     def _push(self, worker: Worker) -> None:
@@ -401,7 +403,7 @@ class Simulation:
             for job in self._open.values()
         ]
 
-    def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
+    def _count(self, counted: AutoscaleLimits, traffic: Traffic, fleet: Chosen) -> None:
         """Start or stop one worker if the number that runs differs from the number wanted (as `autoscaler.py`)."""
         limits = ScalingLimits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
@@ -513,7 +515,7 @@ def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[st
     return sum(good) / len(good)
 
 
-def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[Request]:
+def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[TracedRequest]:
     """The fraction `part` of the running requests, at time 0; then the recent requests in their order, with random
     (Poisson) arrival times at `part` of their rate. A large backlog extends the replay, or else splits that clear the
     backlog soonest would gain nothing."""
@@ -548,9 +550,9 @@ def _of_prompt(cached: int, uncached: int) -> Work:
     return Work(prompt=uncached, pairs=pairs_of(cached, uncached), expanded=expanded_of(cached, uncached))
 
 
-def _request(at_s: float, asked: RequestTokens) -> Request:
+def _request(at_s: float, asked: RequestTokens) -> TracedRequest:
     prompt, output = asked.cached + max(1, asked.uncached), max(1, asked.output)
-    return Request(at_s, prompt, output, (), asked.of, asked.cached)
+    return TracedRequest(at_s, prompt, output, (), asked.of, asked.cached)
 
 
 def _smaller(roles: Roles) -> Roles:

@@ -27,7 +27,7 @@ from redline.chat.vocabulary import grammar_tokens
 from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
+from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
 from redline.messages.job import Abort, Job, JobId
@@ -430,10 +430,10 @@ def load_model(
     elif config.host_memory is not None or config.disk is not None:
         aside += staged_bytes(sizes_of(geometry, config, device, dtype, free, drafter).page_bytes)
     sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
-    sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
+    sizes = replace(sizes, step_tokens=all_reduce_min(group, sizes.step_tokens, device))
     # The group is open: its buffers are no longer in `free`, but `fit` counts them as needed, so they are added.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
-    pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
+    pages, length = (all_reduce_min(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     # The CPU kernels have threads of their own, and torch only runs small operations. With a GPU, torch's threads read
     # the checkpoint, as they do on the other ranks.
@@ -457,7 +457,7 @@ def load_model(
     if drafter is not None:
         assert isinstance(speculation, Learned), "only `Learned` speculation names a drafter"
         drafter.prepare(model, speculation.head_bits)
-    meet(group, device, LOAD_S, START_S)
+    barrier(group, device, LOAD_S, START_S)
     return Loaded(
         model,
         layout,

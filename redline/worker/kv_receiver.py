@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 from redline import clock
 from redline.messages.handoff import ChunkReady
 from redline.run.kv_chunks import KvChunkLayout
-from redline.transport.base import Peer, Reading, TransferFailed, Transport
+from redline.transport.base import Peer, RemoteRead, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
@@ -93,7 +93,7 @@ class Arrival(Generic[Of]):
     offer: ChunkReady
     space: KvChunk
     peer: Peer
-    reading: Reading
+    reading: RemoteRead
     summed: Summed | None = None  # its checksum; None: the read is not complete
 
 

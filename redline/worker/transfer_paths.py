@@ -17,7 +17,7 @@ from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer, TransferFailed, Transport
 from redline.transport.choice import TransportName, open_transport
-from redline.transport.peer import Chip, PeerTransport
+from redline.transport.peer import GpuDriver, PeerTransport
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.kv_receiver import KvReceiver, ReceiveBudget
@@ -37,7 +37,7 @@ class Carrier(NamedTuple):
     transport: Transport
     memory: ParcelMemory
     share: float | None = None  # share of the steps' time for receiving chunks; None: the device's default
-    chip: Chip | None = None  # the GPU that has the memory; None: host memory
+    chip: GpuDriver | None = None  # the GPU that has the memory; None: host memory
 
 
 class TransferPath(Generic[Out, In]):

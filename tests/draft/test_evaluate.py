@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from redline.draft import evaluate as module
-from redline.draft.evaluate import Asked, EvalConfig, agree, evaluate, first_draft_check
+from redline.draft.evaluate import EvalConfig, TokenizedPrompt, agree, evaluate, first_draft_check
 from redline.draft.mine.difficulty import Scores, Serving
 from redline.errors import ConfigError
 from redline.messages.delta import Delta
@@ -88,8 +88,8 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None: ...
 
 
-def asked(domain: str, count: int) -> list[Asked]:
-    return [Asked(f"{domain} {number}", domain, "en", (1, 2, 3)) for number in range(count)]
+def asked(domain: str, count: int) -> list[TokenizedPrompt]:
+    return [TokenizedPrompt(f"{domain} {number}", domain, "en", (1, 2, 3)) for number in range(count)]
 
 
 def test_lengths_come_by_domain_with_rounds_and_ceiling():

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from redline.draft.corpus.corpus import Example, read_examples
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.target import TargetModel
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import answer_tokens, choose, mix, uniform, weights, window
@@ -128,7 +128,7 @@ def test_sequences_behind_one_another_are_scored_as_each_alone(monkeypatch: pyte
 
 def test_a_gpus_groups_of_like_lengths_find_what_one_sequence_at_a_time_finds(tmp_path: Path):
     random_checkpoint(tmp_path, kernel_config())
-    target = Target.open(tmp_path, torch.device("cpu"))
+    target = TargetModel.open(tmp_path, torch.device("cpu"))
     torch.manual_seed(0)
     forcing = TeacherForcing(target, Eagle3(Eagle3Config.for_target(target.config, layer_ids=target.layer_ids)))
     examples = [

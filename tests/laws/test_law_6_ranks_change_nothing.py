@@ -22,7 +22,7 @@ from torch import Tensor
 
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RankLost, WorkerLost
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.inputs import Chunk, Inputs
 from redline.messages.codec import Wire
 from redline.messages.job import PAGE_TOKENS, Grammar, Job

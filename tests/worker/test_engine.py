@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.inputs import Inputs
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
@@ -186,7 +186,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypat
     bad, good = job(engine, "bad", prompt(1, 30)), job(engine, "good", prompt(2, 30))
     expected = answer(engine.generate([good])[good.id])
 
-    def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+    def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> TransformerOutput:
         out = sound(inputs, planes, layers, asked)
         logits = out.logits()
         if len(asked) == 2:  # both jobs sample in this step

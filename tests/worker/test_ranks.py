@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from redline.errors import RankLost
-from redline.kernels.cpu import ranks as cpu_ranks
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu import all_reduce as cpu_ranks
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import ALONE
 from redline.messages.job import Job
 from redline.messages.step import Drawn, RowResult, StepResult
@@ -39,7 +39,7 @@ from tests.waiting import LIMIT_S, until
 
 FOLLOWER = """
 import signal, sys
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.run import runner
 from redline.run.eager_step import EagerSteps
 from redline.run.runner import Runner
@@ -208,7 +208,7 @@ def test_a_rank_that_ends_before_there_is_a_group_is_told_to_the_group(monkeypat
     others = Ranks("", config(), CPU, kernel_config())
     try:
         with pytest.raises(RankLost, match="rank 1 failed while it was loading: there is no room"):
-            others.group.add(torch.ones(1, 4))
+            others.group.all_reduce(torch.ones(1, 4))
     finally:
         others.close()
 
@@ -265,7 +265,7 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
         f"def slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
         "opened.load = slow",
     )  # fmt: skip
-    meet = SharedMemoryGroup._meet
+    meet = SharedMemoryGroup._exchange
 
     def in_short_slices(self: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
         nonlocal slices
@@ -274,7 +274,7 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
             gate.open("w").close()  # returns once the other rank has opened it
         return meet(self, part, whole, width, seconds if slices > MORE_SLICES else 0.0001)
 
-    monkeypatch.setattr(SharedMemoryGroup, "_meet", in_short_slices)
+    monkeypatch.setattr(SharedMemoryGroup, "_exchange", in_short_slices)
     core = EngineCore.load(folder, config())
     core.runner.close()
     assert slices > MORE_SLICES
@@ -292,10 +292,10 @@ def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
     counted.touch()
     follow(
         monkeypatch,
-        "runner.STEP_S = 0.5\nmeet, counted = SharedMemoryGroup._meet, "
+        "runner.STEP_S = 0.5\nmeet, counted = SharedMemoryGroup._exchange, "
         f"open({str(counted)!r}, 'ab', buffering=0)\n"
         "def counts(self, *given): counted.write(b'.'); return meet(self, *given)\n"
-        "SharedMemoryGroup._meet = counts",
+        "SharedMemoryGroup._exchange = counts",
     )
     measure = engine.calibrate
 

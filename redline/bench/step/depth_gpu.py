@@ -16,6 +16,8 @@ from redline.bench.step.depth_fit import DepthMemory
 from redline.kernels.by_chip import best, linear
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import FEW, MOST_DECODED, GpuBlock
+from redline.kernels.hopper.collectives.rank_links import Linked, RankLinks
+from redline.kernels.hopper.collectives.share_latents import divides
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import Pairs
@@ -27,10 +29,8 @@ from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.decode.project_a import project_a, shares
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import Linked, RankLinks
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.forced_routing import draw

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redline.bench.step.depth import times_of
 from redline.errors import RedlineError
-from redline.kernels.group import ALONE, Group, least
+from redline.kernels.group import ALONE, Group, all_reduce_min
 from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
@@ -197,8 +197,8 @@ class PrefillLayer:
         wider = partial.float()
 
         def sums() -> None:
-            group.add(partial)
-            group.add(wider)
+            group.all_reduce(partial)
+            group.all_reduce(wider)
 
         parts["sums"] = sums
         if not divided:
@@ -206,19 +206,19 @@ class PrefillLayer:
         gathered = [(each[:own], each.new_empty(own * ranks, each.shape[1])) for each in (a, x)]
 
         def scatters() -> None:
-            group.begin_add_rows(partial)()
-            group.begin_add_rows(partial)()
+            group.begin_reduce_scatter(partial)()
+            group.begin_reduce_scatter(partial)()
 
         def gathers() -> None:
             for mine, whole in gathered:
-                group.begin_gather_rows(mine, whole)()
+                group.begin_all_gather_rows(mine, whole)()
 
         return {**parts, "scatters": scatters, "gathers": gathers}
 
 
 def _same_on_all(group: Group, tensor: Tensor) -> bool:
     number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
-    lowest, beyond_highest = (least(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
+    lowest, beyond_highest = (all_reduce_min(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
     return lowest == FLOAT_EXACT - beyond_highest
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.record import Record, accepted, layout_check
+from redline.kernels.record import ArgumentStruct, accepted, layout_check
 from redline.kernels.record import record as read_record
 from redline.limits import processors
 
@@ -149,12 +149,12 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[ArgumentStruct]:
     """The struct of this name, as declared in one of HEADERS."""
     return read_record(HERE / _declared(rf"struct ({name})\s*\{{")[name], name)
 
 
-def taken_by(name: str) -> type[Record]:
+def taken_by(name: str) -> type[ArgumentStruct]:
     """The record type of this kernel's arguments, from its declaration."""
     (kind,) = _declared(rf"\bredline_{name}\(const (\w+)&")
     return record(kind)

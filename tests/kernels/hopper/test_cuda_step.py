@@ -12,7 +12,6 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
@@ -41,6 +40,7 @@ from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case
 from redline.run.drafting.suffix import SuffixIndex
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 pytestmark = [

@@ -20,7 +20,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling, Thinking
 from redline.messages.step import Begin, Row, Step
@@ -76,7 +76,7 @@ class Table:
     def __getattr__(self, name: str) -> Any:
         return getattr(tiny_model(), name)
 
-    def predict(self, inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+    def predict(self, inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> TransformerOutput:
         ids = inputs.ids_T[list(asked)]
         return predicted(torch.zeros(inputs.count, 1), torch.zeros(inputs.count, 1), MODEL_CV[ids])
 

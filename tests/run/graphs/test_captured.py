@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Alone
 from redline.kernels.hopper.decode import grouped
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -51,6 +50,7 @@ from redline.scheduler.recorded import RecordedShapes
 from redline.scheduler.speculation import Speculation
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
+from tests.emulator.emulator import emulation
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
     BOTH,

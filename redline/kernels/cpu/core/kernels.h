@@ -152,21 +152,21 @@ struct SampleCall {
 };
 
 // A rank and all others tell one another `count` floats through memory that they share. Each rank has an epoch there, a
-// word on a cache line of its own, which counts the meetings whose words it has written: two rooms in turn are enough,
-// since a rank writes to a room again only after all have come to the meeting behind it, so have read this one.
-struct MeetCall {
+// word on a cache line of its own, which counts the calls whose words it has written: two rooms in turn are enough,
+// since a rank writes to a room again only after all have arrived at the next call, so have read this one.
+struct AllReduceCall {
     uint32_t* epochs;   // [ranks], 16 words apart
     float* rooms;       // [2][ranks][room]
     const float* part;  // [count]: this rank's
     float* whole;       // width = 0: [count], the sum in the order of ranks; else [count / width][ranks][width]
     int32_t* missing;   // out: the rank that did not come in time, or -1
     int64_t count, room, width, wait_ns;
-    int64_t epoch;      // of this meeting, from 1
+    int64_t epoch;      // of this call, from 1
     int rank, ranks;
 };
 
 extern "C" {
-void redline_meet(const MeetCall& call);
+void redline_all_reduce(const AllReduceCall& call);
 void redline_linear(const LinearCall& call);
 void redline_add_norm(const AddNormCall& call);
 void redline_route_experts(const RouteExpertsCall& call);

@@ -2,7 +2,7 @@
 
 Every rank stores all latents, but has only some heads. Reading all latents for these heads takes each rank the time of
 a single GPU. If contexts are long enough, the ranks exchange data twice: each gets the queries of all heads
-(`gather_queries`), attends with them to its part of every context (`attend`), and sends every other rank the partial
+(`all_gather_queries`), attends with them to its part of every context (`attend`), and sends each other rank the partial
 results of that rank's heads (`share_latents`). `unabsorb` then combines one split per rank. Only the order of summation
 differs from undivided attention.
 """
@@ -12,12 +12,12 @@ import functools
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS, RankLinks
 from redline.kernels.hopper.decode import attend, dense
 from redline.kernels.hopper.decode.unabsorb import MAX_SPLITS
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks
 
-_Launch = launch_record("decode/share_latents.cu", "ShareLatentsLaunch")
+_Launch = launch_record("collectives/share_latents.cu", "ShareLatentsLaunch")
 _THREADS = 512
 _SLICE = 256  # numbers of a latent per block
 FEW_SPLITS = 8  # maximum splits for which one warp combines a query's head
@@ -31,7 +31,7 @@ _EXCHANGE, _QUERY, _LINK_SPEED, _KEPT = 5.0, 0.15, 270e3, 0.66
 def _kernel(rank: int, ranks: int) -> CudaKernel:
     sizes = {"R": rank, "RANKS": ranks, "MAX_SPLITS": MAX_SPLITS}
     shared = 4 * _THREADS // 32 * (MAX_SPLITS + _SLICE)
-    return CudaKernel("decode/share_latents.cu", "share_latents", _Launch, sizes, shared, _THREADS)
+    return CudaKernel("collectives/share_latents.cu", "share_latents", _Launch, sizes, shared, _THREADS)
 
 
 def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: RankLinks) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: RankLinks) -> tu
         heads=heads,
         splits=splits,
         few=FEW_SPLITS,
-        **links.of_latents(),
+        **links.latent_fields(),
     )
     slices, places = rank // _SLICE, queries * heads
     blocks = places if splits > FEW_SPLITS else -(-places // (_THREADS // 32))

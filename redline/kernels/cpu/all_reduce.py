@@ -19,7 +19,7 @@ from redline.kernels.group import START_S
 _APART = 64  # bytes between the ranks' epoch counters
 _ROOM = 1 << 18  # floats per rank in the shared buffer: larger tensors are reduced in pieces
 _LOOK_S = 0.1  # seconds of a wait between checks for lost ranks and for signals
-_meet = native.function("meet")
+_all_reduce = native.function("all_reduce")
 
 
 class SharedMemoryGroup:
@@ -58,8 +58,8 @@ class SharedMemoryGroup:
             size = f"{_bytes(ranks) / 1e6:.0f} MB"
             raise ConfigError(f"engine.ranks is {ranks}: they share {size} at {path} ({error.strerror})") from error
 
-    def add(self, partial: Tensor) -> Tensor:
-        """As `Group.add`: float32 [T, D], in new memory."""
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """As `Group.all_reduce`: float32 [T, D], in new memory."""
         flat = partial.float().flatten()
         whole = torch.empty_like(flat)
         for first in range(0, len(flat), _ROOM):
@@ -67,23 +67,23 @@ class SharedMemoryGroup:
             self._call(part, whole[first : first + _ROOM], 0)
         return whole.view(partial.shape)
 
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add`, but blocking: a CPU has nothing to overlap with it."""
-        whole = self.add(partial)
+    def begin_all_reduce(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_reduce`, but blocking: a CPU has nothing to overlap with it."""
+        whole = self.all_reduce(partial)
         return lambda: whole
 
-    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add_rows`, but blocking: float32, in new memory."""
-        own = self.add(partial).chunk(self.ranks)[self.rank]
+    def begin_reduce_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_reduce_scatter`, but blocking: float32, in new memory."""
+        own = self.all_reduce(partial).chunk(self.ranks)[self.rank]
         return lambda: own
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_gather_rows`, but blocking, and through float32."""
-        whole.copy_(self.gather(own).unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
+    def begin_all_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_gather_rows`, but blocking, and through float32."""
+        whole.copy_(self.all_gather(own).unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
         return lambda: whole
 
-    def gather(self, part_RV: Tensor) -> Tensor:
-        """As `Group.gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""
+    def all_gather(self, part_RV: Tensor) -> Tensor:
+        """As `Group.all_gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""
         part_RV = part_RV.float().contiguous()
         rows, width = part_RV.shape
         whole = torch.empty(rows, self.ranks * width)
@@ -95,12 +95,12 @@ class SharedMemoryGroup:
     def check(self) -> None:
         """Does nothing: a call that timed out has already raised, and later calls raise too."""
 
-    def allow(self, seconds: float) -> None:
-        """As `Group.allow`."""
+    def set_timeout(self, seconds: float) -> None:
+        """As `Group.set_timeout`."""
         self.seconds = seconds
 
-    def lose(self, reason: str) -> None:
-        """As `Group.lose`; takes effect within 0.1 s."""
+    def abort(self, reason: str) -> None:
+        """As `Group.abort`; takes effect within 0.1 s."""
         self._lost = reason
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class SharedMemoryGroup:
         try:
             # Counts time slices instead of reading a clock: if all processes were suspended, no rank is late.
             for _ in range(max(1, ceil(self.seconds / _LOOK_S))):
-                missing = self._meet(part, whole, width, min(self.seconds, _LOOK_S))
+                missing = self._exchange(part, whole, width, min(self.seconds, _LOOK_S))
                 if missing is None:
                     self._unlink()
                     return
@@ -137,9 +137,9 @@ class SharedMemoryGroup:
             self._name.unlink(missing_ok=True)
             self._name = None
 
-    def _meet(self, part: Tensor, whole: Tensor, width: int, seconds: float) -> int | None:
+    def _exchange(self, part: Tensor, whole: Tensor, width: int, seconds: float) -> int | None:
         """Returns the rank that did not arrive in time, or None. Can be retried: the other ranks see the same data."""
-        _meet(
+        _all_reduce(
             epochs=self._epochs,
             rooms=self._rooms,
             part=part,

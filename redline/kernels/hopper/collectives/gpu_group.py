@@ -16,8 +16,8 @@ from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPr
 from redline.errors import ConfigError, RankLost
 from redline.kernels.group import START_S
 from redline.kernels.hopper import driver
-from redline.kernels.hopper.decode.gather_ranks import gather_ranks
-from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, RankLinks, Rooms, new_control
+from redline.kernels.hopper.collectives.all_gather import all_gather
+from redline.kernels.hopper.collectives.rank_links import GATHERED_ROWS, UNSENT, RankLinks, Rooms, new_control
 
 # torch 2.13 deprecates these names, but older versions have no others.
 _REDUCE_SCATTER, _ALL_GATHER = (
@@ -72,21 +72,21 @@ class GpuGroup:
             self.links = RankLinks(rank, ranks, addresses, control, turns, rooms)
             opened.pop_all()
 
-    def add(self, partial: Tensor) -> Tensor:
-        """As `Group.add`, through NCCL, which has its own order of addition: for prefill."""
-        return self.begin_add(partial)()
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """As `Group.all_reduce`, through NCCL, which has its own order of addition: for prefill."""
+        return self.begin_all_reduce(partial)()
 
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add`, on NCCL's stream; the current stream waits for it at the end."""
+    def begin_all_reduce(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_reduce`, on NCCL's stream; the current stream waits for it at the end."""
         return self._begun("all_reduce", partial)
 
-    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add_rows`, on NCCL's stream."""
+    def begin_reduce_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_reduce_scatter`, on NCCL's stream."""
         own = partial.new_empty(partial.shape[0] // self.ranks, *partial.shape[1:])
         return self._begun(_REDUCE_SCATTER, own, partial)
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_gather_rows`, on NCCL's stream."""
+    def begin_all_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_gather_rows`, on NCCL's stream."""
         return self._begun(_ALL_GATHER, whole, own)
 
     def _begun(self, call: str, made: Tensor, *given: Tensor) -> Callable[[], Tensor]:
@@ -115,19 +115,19 @@ class GpuGroup:
                 raise RankLost(self._lost) from error
             raise
 
-    def gather(self, part_RV: Tensor) -> Tensor:
-        """As `Group.gather`; in pieces if there are more rows than a step has."""
-        pieces = [gather_ranks(piece, self.links) for piece in part_RV.split(GATHERED_ROWS)]
+    def all_gather(self, part_RV: Tensor) -> Tensor:
+        """As `Group.all_gather`; in pieces if there are more rows than a step has."""
+        pieces = [all_gather(piece, self.links) for piece in part_RV.split(GATHERED_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def allow(self, seconds: float) -> None:
-        """As `Group.allow`, for decode steps; NCCL's timeout is always START_S."""
+    def set_timeout(self, seconds: float) -> None:
+        """As `Group.set_timeout`, for decode steps; NCCL's timeout is always START_S."""
         self.links.control[0] = int(seconds * 1e9)
         if self._lost is not None:  # set by another thread in between
             self.links.control[0] = 0
 
-    def lose(self, reason: str) -> None:
-        """As `Group.lose`: waiting kernels give up when they next check the clock, and NCCL's are aborted."""
+    def abort(self, reason: str) -> None:
+        """As `Group.abort`: waiting kernels give up when they next check the clock, and NCCL's are aborted."""
         self._lost = reason
         self.links.control[0] = 0
         _abort()
@@ -144,7 +144,7 @@ class GpuGroup:
         """Ends the group. Memory is freed once no other rank has it mapped, or after CLOSE_S seconds. If a rank is
         lost, it does not wait: all others must have ended."""
         if self._lost is None and int(self.links.control[1]):
-            self.lose("a rank did not arrive")  # already reported by `check`; NCCL may be waiting for it too
+            self.abort("a rank did not arrive")  # already reported by `check`; NCCL may be waiting for it too
         torch.cuda.synchronize()
         if self._lost is None:
             _leave()

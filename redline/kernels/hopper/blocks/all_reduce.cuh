@@ -183,7 +183,7 @@ FN void send_part(const Ranks& r, u32 owner, u32 place, Words v) {
 // The sums of the parts that all ranks have sent to `count` of these places, this rank's `words` among them, in the order
 // of ranks: the same bits on all.
 template <u32 PLACES, class Words>
-FN void sum_of_ranks(const Ranks& r, u32 owner, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
+FN void all_reduce_words(const Ranks& r, u32 owner, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
     if (SHOTS == 2 && owner != r.rank) return receive_from(r, owner, places, count, words, 2);
     Words came[PLACES][RANKS];
     receive(r, places, count, came);
@@ -199,10 +199,10 @@ FN void sum_of_ranks(const Ranks& r, u32 owner, const u32 (&places)[PLACES], u32
     }
 }
 template <class Words>
-FN Words sum_of_ranks(const Ranks& r, u32 owner, u32 place, Words own) {
+FN Words all_reduce_words(const Ranks& r, u32 owner, u32 place, Words own) {
     u32 places[1] = {place};
     Words words[1] = {own};
-    sum_of_ranks(r, owner, places, 1, words);
+    all_reduce_words(r, owner, places, 1, words);
     return words[0];
 }
 #endif

@@ -6,19 +6,19 @@
 // All blocks of a launch must fit on the chip at once.
 // Macros: RANKS, WIDTH (columns of a rank, words, a multiple of 4), TURNS (whether there are two rooms).
 #include "core.cuh"
-#include "ranks.cuh"
+#include "all_reduce.cuh"
 
-struct GatherRanksLaunch {
+struct AllGatherLaunch {
     const float* part;   // [R, WIDTH]
     float* whole;        // [R, RANKS, WIDTH]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;        // ranks.cuh
+    u64* control;        // all_reduce.cuh
     u32* turns;          // [2]: launches that have ended, and blocks of this one that have; null: one room
     u64 site;            // first word of the rooms in an inbox: [rooms][rank][R][WIDTH] words
     u32 rows, rank, room;
 };
 
-KERNEL(gather_ranks, GatherRanksLaunch) {
+KERNEL(all_gather, AllGatherLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u64 turn = TURNS ? load_global_fresh(a.turns) & 1 : 0;

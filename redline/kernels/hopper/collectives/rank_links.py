@@ -1,7 +1,7 @@
-"""Communication of decode kernels between ranks: an inbox in each GPU's memory, mapped by all ranks (blocks/ranks.cuh).
+"""Communication of decode kernels between ranks: an inbox per GPU, mapped by all ranks (blocks/all_reduce.cuh).
 
 A step's all-reduces alternate between two sites: attention uses the first, the experts the second. Behind them in the
-inbox are the two buffers of `gather_ranks`, the buffers in which context parallel ranks exchange queries and partial
+inbox are the two buffers of `all_gather`, the buffers in which context parallel ranks exchange queries and partial
 results, and a third site for the all-reduce of `project_a`: between two of those both other sites are used.
 """
 
@@ -21,7 +21,7 @@ Shots = Literal[0, 1, 2]
 UNSENT = 0x80000000  # marks a word that has not been received: minus zero
 MOST_RANKS = 8
 MOST_TOKENS = 64  # maximum tokens of a step that is all-reduced through inboxes
-TWO_SHOTS = 3, 16  # minimum ranks and tokens for which two-shot all-reduce is used (blocks/ranks.cuh)
+TWO_SHOTS = 3, 16  # minimum ranks and tokens for which two-shot all-reduce is used (blocks/all_reduce.cuh)
 GATHERED_ROWS = 256  # maximum rows of one all-gather of logits; a step of more positions takes two
 
 
@@ -29,8 +29,8 @@ class Rooms(NamedTuple):
     """Words that each rank has for itself in every other rank's inbox, each a multiple of 4. See `rooms_of`."""
 
     sums: int  # at each of the two sites
-    gathered: int  # in each of the two buffers of `gather_ranks`
-    queries: int  # in the buffer of `gather_queries`
+    gathered: int  # in each of the two buffers of `all_gather`
+    queries: int  # in the buffer of `all_gather_queries`
     latents: int  # in the buffer of `share_latents`
     projected: int  # at the site of `project_a`
 
@@ -48,38 +48,38 @@ class RankLinks:
     ranks: int
     inboxes: tuple[int, ...]  # the address of each rank's inbox on this GPU
     control: Tensor  # int64 [2], in host memory: timeout in nanoseconds; 1 + the rank that did not arrive
-    turns: Tensor  # int32 [2]: launch counters of `gather_ranks`
+    turns: Tensor  # int32 [2]: launch counters of `all_gather`
     rooms: Rooms
     contexts: Contexts = "auto"  # context parallelism: whether each rank reads a part of every context, or all of it
     projection: Projection = "auto"  # whether each rank reads a part of `project_a`'s weight, or all of it
     shots: Shots = 0  # one-shot or two-shot all-reduce; 0: the faster one
 
-    def of_sums(self, site: Site) -> dict[str, Any]:
+    def all_reduce_fields(self, site: Site) -> dict[str, Any]:
         """The fields of a kernel's record for the all-reduce at this site."""
         return {**self._who(), "site": site * self.ranks * self.rooms.sums, "room": self.rooms.sums}
 
-    def of_gather(self) -> dict[str, Any]:
-        """The record fields of `gather_ranks`."""
+    def all_gather_fields(self) -> dict[str, Any]:
+        """The record fields of `all_gather`."""
         site = 2 * self.ranks * self.rooms.sums
         return {**self._who(), "site": site, "room": self.rooms.gathered, "turns": self.turns}
 
-    def of_queries(self) -> dict[str, Any]:
-        """The record fields of `gather_queries`."""
+    def query_fields(self) -> dict[str, Any]:
+        """The record fields of `all_gather_queries`."""
         return {**self._who(), "site": self._behind, "room": self.rooms.queries, "turns": None}
 
-    def of_latents(self) -> dict[str, Any]:
+    def latent_fields(self) -> dict[str, Any]:
         """The record fields of `share_latents`."""
         site = self._behind + self.ranks * self.rooms.queries
         return {**self._who(), "site": site, "room": self.rooms.latents}
 
-    def of_projected(self) -> dict[str, Any]:
+    def projection_fields(self) -> dict[str, Any]:
         """The fields of a kernel's record for the all-reduce of `project_a`."""
         site = self._behind + self.ranks * (self.rooms.queries + self.rooms.latents)
         return {**self._who(), "site": site, "room": self.rooms.projected}
 
     @property
     def _behind(self) -> int:
-        """Offset, in words, after the two sites and the buffers of `gather_ranks`."""
+        """Offset, in words, after the two sites and the buffers of `all_gather`."""
         return 2 * self.ranks * (self.rooms.sums + self.rooms.gathered)
 
     def _who(self) -> dict[str, Any]:
@@ -104,9 +104,9 @@ NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 
 """The fields of a kernel's record for one rank."""
 
 
-def sums_of(links: RankLinks | None, site: Site) -> dict[str, Any]:
-    """`RankLinks.of_sums`; the fields for one rank if there are no links."""
-    return NO_LINKS if links is None else links.of_sums(site)
+def all_reduce_fields(links: RankLinks | None, site: Site) -> dict[str, Any]:
+    """`RankLinks.all_reduce_fields`; the fields for one rank if there are no links."""
+    return NO_LINKS if links is None else links.all_reduce_fields(site)
 
 
 def ranks_of(links: RankLinks | None) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.kernels.emulator.emulator import emulation
-from redline.kernels.hopper.decode.sum_ranks import sum_ranks
-from redline.kernels.hopper.ranks import ATTENTION, UNSENT
+from redline.kernels.hopper.collectives.all_reduce import all_reduce
+from redline.kernels.hopper.collectives.rank_links import ATTENTION, UNSENT
 from tests import forked
+from tests.emulator.emulator import emulation
 from tests.kernels.hopper import ranks_program
 from tests.waiting import LIMIT_S
 
@@ -55,9 +55,9 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     links = ranks_program.links_of(inboxes(tmp_path, 2), 0, 2, seconds=0.03)
     x = torch.randn(1, ranks_program.HIDDEN)
     with emulation():
-        first, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
+        first, *_ = all_reduce(x, x, x[0], None, links, ATTENTION)
         assert links.control[1] == 2, "the missing rank plus one"
         links.control[0] = 10**15  # a launch that waited again would exceed the test's time limit
-        second, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
+        second, *_ = all_reduce(x, x, x[0], None, links, ATTENTION)
     assert first.isnan().all()
     assert second.isnan().all()

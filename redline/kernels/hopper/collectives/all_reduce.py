@@ -11,19 +11,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.rank_links import (
+    ATTENTION,
+    MOST_TOKENS,
+    RankLinks,
+    Site,
+    all_reduce_fields,
+    ranks_of,
+    shots_of,
+)
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 _THREADS = 128
 COLUMNS = 4 * _THREADS  # per block
-_Launch = launch_record("decode/sum_ranks.cu", "SumRanksLaunch")
+_Launch = launch_record("collectives/all_reduce.cu", "AllReduceLaunch")
 
 
-class SumRanksArgs(NamedTuple):
+class AllReduceArgs(NamedTuple):
     """All-reduces a matmul's partial sums into the residual, and computes x of the next norm."""
 
     partial_TD: Tensor  # float32 [T, D]
@@ -34,7 +42,7 @@ class SumRanksArgs(NamedTuple):
     site: Site = ATTENTION
 
 
-def reference(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
+def reference(args: AllReduceArgs) -> tuple[Tensor, Tensor, Tensor]:
     """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), of one rank."""
     assert args.links is None, "a reference supports one rank"
     sums = args.partial_TD if args.routed_TD is None else args.partial_TD + args.routed_TD
@@ -47,10 +55,12 @@ def reference(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
 @functools.cache
 def _kernel(d: int, ranks: int, shots: int, *, routed: bool) -> CudaKernel:
     sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K), "RANKS": ranks, "SHOTS": shots, "ROUTED": int(routed)}
-    return CudaKernel("decode/sum_ranks.cu", "sum_ranks", _Launch, sizes, shared=4 * _THREADS // 32, threads=_THREADS)
+    return CudaKernel(
+        "collectives/all_reduce.cu", "all_reduce", _Launch, sizes, shared=4 * _THREADS // 32, threads=_THREADS
+    )
 
 
-def cuda(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
+def cuda(args: AllReduceArgs) -> tuple[Tensor, Tensor, Tensor]:
     """The reference's result, over all ranks."""
     (tokens, d), device = args.partial_TD.shape, args.partial_TD.device
     blocks = padded(d, COLUMNS) // COLUMNS
@@ -66,19 +76,19 @@ def cuda(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
         x=x,
         squares=squares,
         tokens=tokens,
-        **sums_of(args.links, args.site),
+        **all_reduce_fields(args.links, args.site),
     )
     ranks, shots = ranks_of(args.links), shots_of(args.links, tokens)
     _kernel(d, ranks, shots, routed=args.routed_TD is not None).launch(given, blocks, tokens)
     return residual, x, squares
 
 
-def fits(args: SumRanksArgs) -> bool:
+def fits(args: AllReduceArgs) -> bool:
     """Whether there are 1 to 64 tokens, and D is a multiple of 4: a thread has four columns."""
     return 1 <= args.partial_TD.shape[0] <= MOST_TOKENS and args.partial_TD.shape[1] % 4 == 0
 
 
-def cost(args: SumRanksArgs) -> Cost:
+def cost(args: AllReduceArgs) -> Cost:
     """The partial sums and the residual read, the residual and x written; traffic between ranks is not counted."""
     tokens, d = args.partial_TD.shape
     return Cost(tokens * d * (4 + 4 + 4 + 2) + args.gamma_D.nbytes)
@@ -88,9 +98,9 @@ def cases() -> Iterator[Case]:
     """1 to 64 tokens at nano's and Kimi's widths and at an odd one."""
 
     def make(tokens: int, d: int, *, routed: bool = False):
-        def inputs(g: torch.Generator) -> SumRanksArgs:
+        def inputs(g: torch.Generator) -> AllReduceArgs:
             partial, residual, beside = torch.randn(3, tokens, d, generator=g)
-            return SumRanksArgs(partial, residual, torch.rand(d, generator=g) + 0.5, beside if routed else None)
+            return AllReduceArgs(partial, residual, torch.rand(d, generator=g) + 0.5, beside if routed else None)
 
         return inputs
 
@@ -101,4 +111,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 7168), small=False)
 
 
-sum_ranks = Kernel(Op("sum_ranks", SumRanksArgs, reference, cost, cases), cuda, "hopper", fits)
+all_reduce = Kernel(Op("all_reduce", AllReduceArgs, reference, cost, cases), cuda, "hopper", fits)

@@ -9,7 +9,7 @@
 // are added up in shared memory. Block (x, y): numbers [256 y, 256 y + 256) of latents, eight of a lane.
 // Macros: RANKS, R (a multiple of 256), MAX_SPLITS.
 #include "core.cuh"
-#include "ranks.cuh"
+#include "all_reduce.cuh"
 
 constexpr u32 WARPS = THREADS / 32, SLICE = 256;
 constexpr u32 AT_ONCE = 8;                    // splits
@@ -27,7 +27,7 @@ struct ShareLatentsLaunch {
     char* out;            // bf16 [Q, H / RANKS, RANKS, R]
     float* lse_out;       // [Q, H / RANKS, RANKS]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // ranks.cuh
+    u64* control;  // all_reduce.cuh
     u64 site;      // its first word in an inbox: [rank][Q H / RANKS][R / 2] words, then [Q H / RANKS]
     u32 queries, heads, splits, few, rank, room;  // heads: of a rank
 };

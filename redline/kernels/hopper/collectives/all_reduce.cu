@@ -4,9 +4,9 @@
 // A block may wait for its like on another chip, so all blocks of a launch must fit on the chip at once.
 // Macros: RANKS, SHOTS, HIDDEN, HIDDEN_PADDED, ROUTED.
 #include "core.cuh"
-#include "ranks.cuh"
+#include "all_reduce.cuh"
 
-struct SumRanksLaunch {
+struct AllReduceLaunch {
     const float* partial;   // [T, HIDDEN]
     const float* routed;    // [T, HIDDEN]: added to it; null where not ROUTED
     const float* residual;  // [T, HIDDEN]
@@ -15,7 +15,7 @@ struct SumRanksLaunch {
     u16* x;                 // bf16 [T, HIDDEN_PADDED]
     float* squares;         // [blocks, T padded to 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // ranks.cuh; null: there is one rank
+    u64* control;  // all_reduce.cuh; null: there is one rank
     u64 site;               // its first word in an inbox: [rank][T][HIDDEN] words
     u32 tokens, rank, room;
 };
@@ -25,7 +25,7 @@ FN u32x4 add_4(u32x4 a, u32x4 b) {
             as_u32(as_float(a.w) + as_float(b.w))};
 }
 
-KERNEL(sum_ranks, SumRanksLaunch) {
+KERNEL(all_reduce, AllReduceLaunch) {
     let_next_grid_start();
     u32 token = block_index_y(), column = (block_index() * THREADS + thread_index()) * 4, place = token * HIDDEN + column;
     bool exists = column < HIDDEN;
@@ -44,7 +44,7 @@ KERNEL(sum_ranks, SumRanksLaunch) {
 #endif
         old = load_global_4(a.residual + place);
 #if RANKS > 1
-        v = sum_of_ranks(ranks, owner, place, v);
+        v = all_reduce_words(ranks, owner, place, v);
 #endif
         v = add_4(old, v);
         store_global_4(a.residual_out + place, v);

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import ConfigError, RankLost
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, until
 
@@ -30,10 +30,10 @@ class Sliced(SharedMemoryGroup):
         self.slices: Counter[int] = Counter()
         self.in_slice: Callable[[int], object] = lambda _: None
 
-    def _meet(self, *given: Any) -> int | None:
+    def _exchange(self, *given: Any) -> int | None:
         self.slices[self._calls] += 1
         self.in_slice(self.slices[self._calls])
-        return super()._meet(*given)
+        return super()._exchange(*given)
 
 
 def opened(file: Path, ranks: int, seconds: float = LIMIT_S) -> list[Sliced]:
@@ -64,9 +64,9 @@ def test_sums_are_added_in_the_order_of_ranks_whatever_their_size(ranks: int, tm
         want = parts[0].clone()
         for part in parts[1:]:
             want += part
-        for got in together(groups, lambda group, parts=parts: group.add(parts[group.rank])):
+        for got in together(groups, lambda group, parts=parts: group.all_reduce(parts[group.rank])):
             assert torch.equal(got, want)
-        for got in together(groups, lambda group, parts=parts: group.gather(parts[group.rank])):
+        for got in together(groups, lambda group, parts=parts: group.all_gather(parts[group.rank])):
             assert torch.equal(got, torch.cat(parts, 1))
 
 
@@ -81,7 +81,7 @@ def test_a_rank_waits_for_another_that_is_slow(tmp_path: Path):
         for turn in range(6):
             if turn % 2 == group.rank:
                 until(lambda turn=turn: other.slices[turn + 1] >= 3)
-            total += group.add(ONES * (turn + 1))
+            total += group.all_reduce(ONES * (turn + 1))
         return total
 
     for got in together(groups, work):
@@ -92,31 +92,31 @@ def test_the_file_has_no_name_once_all_have_met(tmp_path: Path):
     file = tmp_path / "meet"
     groups = opened(file, 3)
     assert file.stat().st_mode & 0o777 == 0o600
-    together(groups, lambda group: group.add(ONES))
+    together(groups, lambda group: group.all_reduce(ONES))
     assert not file.exists(), "a killed worker would leave the file in shared memory"
-    assert torch.equal(together(groups, lambda group: group.add(ONES))[2], ONES * 3)
+    assert torch.equal(together(groups, lambda group: group.all_reduce(ONES))[2], ONES * 3)
 
 
 def test_a_rank_that_does_not_come_is_named_and_its_group_has_ended(tmp_path: Path):
     zero, one = opened(tmp_path / "meet", 2)
-    together([zero, one], lambda group: group.add(ONES))
-    zero.allow(0.3)
+    together([zero, one], lambda group: group.all_reduce(ONES))
+    zero.set_timeout(0.3)
     with pytest.raises(RankLost, match=r"rank 1 has kept rank 0 waiting for 0\.3 s in sum 2"):
-        zero.add(ONES)
+        zero.all_reduce(ONES)
     with pytest.raises(RankLost, match="in sum 2"):  # it would be taken for the third sum of rank 1
-        zero.add(ONES * 7)
-    assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 1 did send"
-    one.allow(0.3)
+        zero.all_reduce(ONES * 7)
+    assert torch.equal(one.all_reduce(ONES), ONES * 2), "the words that rank 1 did send"
+    one.set_timeout(0.3)
     with pytest.raises(RankLost, match="rank 0 has kept rank 1 waiting"):
-        one.add(ONES)
+        one.all_reduce(ONES)
 
 
 def test_who_waits_learns_soon_that_a_rank_has_ended(tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
     reason = "rank 1 is lost in step 5: it has ended with code -9"
-    zero.in_slice = lambda number: zero.lose(reason) if number == 2 else None
+    zero.in_slice = lambda number: zero.abort(reason) if number == 2 else None
     with pytest.raises(RankLost, match="rank 1 is lost in step 5"):
-        zero.add(ONES)
+        zero.all_reduce(ONES)
     assert zero.slices == {1: 2}, "the rank waited for another slice"
 
 
@@ -134,9 +134,9 @@ def test_a_call_that_is_interrupted_ends_the_group(tmp_path: Path):
     interrupt = threading.Thread(target=signal.raise_signal, args=[signal.SIGINT])
     zero.in_slice = lambda number: interrupt.start() if number == 2 else None
     with pytest.raises(KeyboardInterrupt):
-        zero.add(ONES)
+        zero.all_reduce(ONES)
     with pytest.raises(RankLost, match="rank 0 was interrupted in sum 1"):
-        zero.add(ONES)
+        zero.all_reduce(ONES)
 
 
 def test_ranks_that_were_all_stopped_for_long_are_not_late(tmp_path: Path):
@@ -147,11 +147,11 @@ def test_ranks_that_were_all_stopped_for_long_are_not_late(tmp_path: Path):
     def stopped(number: int) -> None:
         clock.advance(1000)
         if number == 15:
-            assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 0 sent"
+            assert torch.equal(one.all_reduce(ONES), ONES * 2), "the words that rank 0 sent"
 
     zero.in_slice = stopped
     with clock.installed():
-        assert torch.equal(zero.add(ONES), ONES * 2)
+        assert torch.equal(zero.all_reduce(ONES), ONES * 2)
     assert zero.slices == {1: 15}
 
 

@@ -19,7 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr int LOOKS = 500, APART = 16;  // words between epochs
 
-std::atomic<uint32_t>& epoch_of(const MeetCall& call, int rank) {
+std::atomic<uint32_t>& epoch_of(const AllReduceCall& call, int rank) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(call.epochs + rank * APART);
 }
 
@@ -38,8 +38,8 @@ void wake(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// Whether the rank has come to this meeting, or did so within the time.
-bool has_come(const MeetCall& call, int rank, Clock::time_point until) {
+// Whether the rank has arrived at this call, or does so within the time.
+bool has_come(const AllReduceCall& call, int rank, Clock::time_point until) {
     std::atomic<uint32_t>& word = epoch_of(call, rank);
     for (int looks = 0;; looks++) {
         uint32_t seen = word.load(std::memory_order_acquire);
@@ -52,7 +52,7 @@ bool has_come(const MeetCall& call, int rank, Clock::time_point until) {
 }
 }  // namespace
 
-void redline_meet(const MeetCall& call) {
+void redline_all_reduce(const AllReduceCall& call) {
     int64_t turn = call.epoch % 2;
     float* rooms = call.rooms + turn * call.ranks * call.room;
     memcpy(rooms + call.rank * call.room, call.part, call.count * sizeof(float));

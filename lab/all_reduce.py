@@ -1,6 +1,6 @@
 """The cost of all-reduces fused into the products of a decode step, on the GPUs of one host.
 
-    python -m lab.sums_of_ranks --ranks 2 --save benchmarks/results/sums-h200.json
+    python -m lab.all_reduce --ranks 2 --save benchmarks/results/sums-h200.json
 
 Every rank is a process with its own GPU. At Kimi's sizes, divided over the ranks, it times CUDA graphs in which the two
 products that end in an all-reduce follow one another as in a layer (attention's projection, then the experts' second
@@ -8,7 +8,7 @@ half), once over all ranks and once with each rank alone: the difference is the 
 several copies of the weights, so that none is in a cache. It also times `project_a`, multiplied whole by each rank or a
 part by each with an all-reduce, as the product that begins such a layer; an all-reduce as a launch of its own, the
 all-gather of logits, and torch's NCCL for comparison. From eight rows on, all-reduces are timed in one shot and in two
-(blocks/ranks.cuh). Before a time counts, the sums are compared with those of NCCL, and the divided product with the
+(blocks/all_reduce.cuh). Before a time counts, the sums are compared with NCCL's, and the divided product with the
 whole one.
 """
 
@@ -30,17 +30,17 @@ from torch import Tensor
 from lab.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import ConfigError
+from redline.kernels.hopper.collectives.all_gather import all_gather
+from redline.kernels.hopper.collectives.all_reduce import all_reduce
+from redline.kernels.hopper.collectives.gpu_group import GpuGroup
+from redline.kernels.hopper.collectives.rank_links import ATTENTION, EXPERTS, RankLinks, Shots, Site
 from redline.kernels.hopper.decode.choose_experts import MOST_TOKENS, choose_experts
 from redline.kernels.hopper.decode.dense import MOST_TOKENS as MOST_SHARED
 from redline.kernels.hopper.decode.experts_down import experts_down
-from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
-from redline.kernels.hopper.decode.sum_ranks import sum_ranks
-from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks, Shots, Site
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 
@@ -67,7 +67,7 @@ def main() -> int:
         return 0
     if torch.cuda.device_count() < given.ranks:
         raise ConfigError(f"ranks is {given.ranks}, and torch sees {torch.cuda.device_count()} GPUs")
-    times = together("lab.sums_of_ranks", given.ranks)
+    times = together("lab.all_reduce", given.ranks)
     record = {**provenance("torch"), "gpu": torch.cuda.get_device_name(0), "ranks": given.ranks, "times_us": times}
     show(times)
     if given.save:
@@ -207,13 +207,13 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     def sums(given: RankLinks | None) -> None:
         sites: tuple[Site, Site] = (ATTENTION, EXPERTS)
         for i in range(2 * LAYERS):
-            sum_ranks(partials, residual, gamma, None, given, sites[i % 2])
+            all_reduce(partials, residual, gamma, None, given, sites[i % 2])
 
     part = torch.randn(rows, KIMI_K26.vocab_size // group.ranks, device=device)
 
     def gathers() -> None:
         for _ in range(LAYERS):
-            gather_ranks(part, links)
+            all_gather(part, links)
 
     def nccl() -> None:
         for _ in range(LAYERS):

@@ -1,6 +1,6 @@
 """Runs a CUDA kernel's source on the CPU, for tests, with the system's C++ compiler and `emulate.h`.
 
-It is not part of the wheel, and no shipped module imports it: a test routes launches to it inside `emulation()`.
+A test's launches are routed to it inside `emulation()`.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from redline.kernels.cpu import native
+from redline.kernels.hopper import driver
 from redline.kernels.hopper.kernel import launched_by
-from redline.kernels.record import Record, layout_check
+from redline.kernels.record import ArgumentStruct, layout_check
 
 HERE = Path(__file__).parent
-INCLUDED = HERE, HERE.parent / "hopper" / "blocks"  # include folders of the sources
+INCLUDED = HERE, driver.HERE / "blocks"  # include folders of the sources
 COMMON = ("emulate.cpp", "emulate_products.cpp")  # compiled once, and linked with every kernel
 FLAGS = ("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-DREDLINE_EMULATE", "-ffp-contract=off")
 
@@ -38,7 +39,7 @@ def run(
     source: Path,
     name: str,
     options: Sequence[str],
-    arguments: Record,
+    arguments: ArgumentStruct,
     grid: tuple[int, int],
     threads: int,
     shared: int,
@@ -58,7 +59,7 @@ def run(
 
 
 @functools.cache
-def _library(source: Path, options: tuple[str, ...], args: type[Record]) -> ctypes.CDLL:
+def _library(source: Path, options: tuple[str, ...], args: type[ArgumentStruct]) -> ctypes.CDLL:
     """The library of a kernel that takes `args`. Raises RuntimeError if its source has another layout for them."""
     return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common(), layout_check(args))))
 
