@@ -37,7 +37,7 @@ from lab.program import output, program
 from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.constraint import Calls, Constraint, compose
 from redline.chat.template import K2_6
@@ -114,11 +114,11 @@ async def tiny_server(
     engine = EngineCore(Loaded(model, layout, "tiny", tokenizer=tokenizer), config)
     inbox, outbox = MemoryChannel(), MemoryChannel()
     gateway = Gateway(tokenizer(), K2_6, Metrics(MODEL, count().__next__))
-    worker = gateway.join("worker", inbox)
-    gateway.deliver(worker, engine.ready)
+    worker = gateway.monitor.join("worker", inbox)
+    gateway.monitor.receive(worker, [engine.ready])
     loop = threading.Thread(target=engine.serve, args=(inbox, outbox), name="loop")
     loop.start()
-    following = asyncio.create_task(gateway.follow(worker, outbox))
+    following = asyncio.create_task(gateway.monitor.follow(worker, outbox))
     app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
     try:
         async with httpx.AsyncClient(

@@ -23,7 +23,7 @@ from redline.bench.record import provenance
 from redline.draft import evaluate
 from redline.draft.evaluate import EvalConfig, Evaluation
 from redline.draft.recipe import RunConfig, run, stages_of
-from redline.draft.stages import Stage, seconds_of
+from redline.draft.stages import RecipeStage, seconds_of
 from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -51,7 +51,7 @@ class Accepted(Record, frozen=True):
     by_domain: dict[str, float]
 
 
-def took(stage: Stage, out: Path, told: Mapping[str, tuple[int, float]]) -> Took:
+def took(stage: RecipeStage, out: Path, told: Mapping[str, tuple[int, float]]) -> Took:
     """The figures of a finished stage. told: tokens and seconds of work by stage."""
     tokens, work = told.get(stage.name, (None, None))
     if isinstance(stage.config, TrainConfig):
@@ -131,7 +131,7 @@ def main() -> int:
     return 0
 
 
-def compared(stage: Stage, out: Path, beside: Path | None, origin: Mapping[str, Any]) -> list[Accepted]:
+def compared(stage: RecipeStage, out: Path, beside: Path | None, origin: Mapping[str, Any]) -> list[Accepted]:
     """The results of an evaluation of the run, then those of another drafter.
 
     Raises ConfigError, CheckpointError.

@@ -32,9 +32,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lab.program import output, program
 from redline import clock
-from redline.api.app import STREAM_START, create_app
+from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
-from redline.api.gateway import Batch, Gateway
+from redline.api.gateway.gateway import Gateway
+from redline.api.gateway.generation import ChoiceDelta
+from redline.api.handlers import STREAM_START
 from redline.api.http.server import uvicorn_config
 from redline.api.http.stream_flusher import DIRECT, ImmediateWriter
 from redline.api.openai.requests import Streaming
@@ -97,7 +99,7 @@ class FreeEngine:
                 else:
                     del self._left[id]
                     messages.append(Delta(job=id, tokens=(self._token,), finish="length"))
-            self.gateway.take(self.link, messages)
+            self.gateway.monitor.receive(self.link, messages)
             await asyncio.sleep(0)
 
 
@@ -108,8 +110,10 @@ def free_gateway() -> Gateway:
     (token,) = tokenizer.encode(WORD)
     engine = FreeEngine(token)
     gateway = engine.gateway = Gateway(tokenizer, K2_6, Metrics(MODEL))
-    engine.link = gateway.join("worker", engine)
-    gateway.deliver(engine.link, Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
+    engine.link = gateway.monitor.join("worker", engine)
+    gateway.monitor.receive(
+        engine.link, [Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake")]
+    )
     return gateway
 
 
@@ -123,7 +127,7 @@ def bare() -> ASGIApp:
     stream = ChatStream(
         "chatcmpl-" + "0" * 32, int(clock.now()), MODEL, [20], 1, Streaming(), False, lambda _: b"", "reasoning_content"
     )
-    chunk = stream.write([Batch(0, [Text(text=WORD)], 1)])
+    chunk = stream.write([ChoiceDelta(0, [Text(text=WORD)], 1)])
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         body = json.loads((await receive())["body"])

@@ -30,7 +30,7 @@ from lab.trees import ROOT, Server, Tree, commit_of
 from redline import clock
 from redline.bench.machine import measure
 from redline.bench.record import provenance
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.bench.step.predict import distinct_experts
 from redline.errors import ConfigError, RedlineError
 from redline.messages.job import PAGE_TOKENS
@@ -125,11 +125,11 @@ def load(folder: Path, port: int, streams: int, prompt: int, answer: int, place:
     return json.loads((place / "load.json").read_text())
 
 
-def floors(case: Depth, prompt: int, answer: int, machine: Machine) -> dict[str, float]:
+def floors(case: DepthCase, prompt: int, answer: int, machine: Machine) -> dict[str, float]:
     """Floors, from bytes and operations of one rank and the machine's measured rates."""
     c, moe = case.config, case.config.num_hidden_layers - case.dense
     step_s = case.cost(moe * distinct_experts(c, case.rows)).seconds(machine)
-    whole = Depth(
+    whole = DepthCase(
         shape=case.shape,
         config=c,
         physical=case.physical,
@@ -163,7 +163,7 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
     )
     engine = replaced(engine, given.in_memory or layers_that_fit(config, engine, device))
     assert engine.random_weights is not None, "random_weights is not set"
-    case = Depth(
+    case = DepthCase(
         shape=given.shape,
         config=config,
         physical=engine.random_weights,

@@ -32,7 +32,7 @@ from lab.attack.raw_http import Reply, ask, post
 from lab.program import count, output, program
 from lab.trees import MODEL, ROOT, Server, Tree, opened, served
 from redline import clock
-from redline.bench.quality.prompts import Prompt, read_sets
+from redline.bench.quality.prompts import EvalPrompt, read_sets
 from redline.bench.record import provenance
 from redline.errors import ConfigError
 from redline.progress import Working
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
     """A prompt of the evaluation set, and its position in it."""
 
     place: str
-    prompt: Prompt
+    prompt: EvalPrompt
 
 
 class Request(NamedTuple):
@@ -185,7 +185,7 @@ class Tally:
 # -- Requests ----------------------------------------------------------------------------------------------------------
 
 
-def chosen(sets: Mapping[str, Sequence[Prompt]], count: int | None) -> list[Asked]:
+def chosen(sets: Mapping[str, Sequence[EvalPrompt]], count: int | None) -> list[Asked]:
     """`count` prompts, or all, spread over the kinds of all sets and within each: the same ones every time.
 
     They are shuffled, since the requests for a prompt depend on its position in the list.
@@ -262,7 +262,7 @@ def _scoring(turn: int, asked: Asked, prompt: dict[str, Any], chat: dict[str, An
             return Request(SCORED, asked.place, CHAT, body)
 
 
-def _chat(prompt: Prompt) -> dict[str, Any]:
+def _chat(prompt: EvalPrompt) -> dict[str, Any]:
     """Messages and tools as OpenAI's clients send them."""
     found = msgspec.to_builtins(prompt)
     messages = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from redline.kernels.cpu.checksum import of_memory
 from redline.messages.parcel import Ticket
-from redline.transport.base import Memory, Peer, Reading, TransferFailed, Transport
+from redline.transport.base import MemoryRange, Peer, RemoteRead, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import host_memory
 
@@ -120,14 +120,14 @@ class _Under:
 
     offered: Offered
     space: KvChunk
-    reading: Reading
+    reading: RemoteRead
     harm: Harm | None
 
 
-Beginning = Callable[[Callable[[], Reading]], tuple[Reading, Harm | None]]
+Beginning = Callable[[Callable[[], RemoteRead]], tuple[RemoteRead, Harm | None]]
 
 
-def plainly(begin: Callable[[], Reading]) -> tuple[Reading, Harm | None]:
+def plainly(begin: Callable[[], RemoteRead]) -> tuple[RemoteRead, Harm | None]:
     """A link without faults."""
     return begin(), None
 
@@ -144,7 +144,7 @@ class Receiver:
     ) -> None:  # fmt: skip
         self._transport, self._told = transport, told
         self._peer: Peer = transport.connect(told)
-        self._memory: Memory = host_memory(room)
+        self._memory: MemoryRange = host_memory(room)
         self._landing = transport.landing(self._memory)
         self._spaces = TransferBufferPool(room)
         self._content, self._tally, self._deadline_s, self._through = content, tally, deadline_s, through

@@ -38,7 +38,7 @@ from redline.errors import ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.cpu.checksum import of_memory
 from redline.progress import Working
-from redline.transport.base import Reading, Transport
+from redline.transport.base import RemoteRead, Transport
 from redline.transport.choice import TransportName, open_transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
@@ -152,7 +152,7 @@ class _Link:
 
         return Disturbance(polls, torn, change=change)
 
-    def through(self, begin: Callable[[], Reading]) -> tuple[Reading, Harm | None]:
+    def through(self, begin: Callable[[], RemoteRead]) -> tuple[RemoteRead, Harm | None]:
         """Begins a read; -> the read and its fault."""
         reading = begin()
         return reading, self._last

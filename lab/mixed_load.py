@@ -42,7 +42,7 @@ from lab.bystander import slope
 from lab.program import count, output, program
 from lab.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
 from redline import clock
-from redline.bench.quality.prompts import Prompt, read_sets
+from redline.bench.quality.prompts import EvalPrompt, read_sets
 from redline.bench.record import provenance
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
@@ -113,13 +113,13 @@ class Difference(msgspec.Struct, frozen=True):
     tie: bool
 
 
-def cases(prompts: Sequence[Prompt], number: int, seed: int) -> list[Case]:
+def cases(prompts: Sequence[EvalPrompt], number: int, seed: int) -> list[Case]:
     """`number` cases, a function of the seed. Each option is in about a quarter of them."""
     rng = random.Random(f"mixed load {seed}")
     return [_case(rng, rng.choice(prompts)) for _ in range(number)]
 
 
-def _case(rng: random.Random, prompt: Prompt) -> Case:
+def _case(rng: random.Random, prompt: EvalPrompt) -> Case:
     chat = rng.random() < 0.75
     said = [turn for turn in msgspec.to_builtins(prompt.messages) if turn["role"] in ("system", "user")]
     history = rng.choice([0, 0, 1, 6, 12])  # turns before, so that prompts have up to some thousand tokens

@@ -19,7 +19,7 @@ import torch
 from lab.program import output, program
 from redline import clock
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.prompts import Prompt, read_sets
+from redline.bench.quality.prompts import EvalPrompt, read_sets
 from redline.bench.quality.quality import judge, read_targets, rows
 from redline.bench.record import provenance
 from redline.chat.conversation import Conversation
@@ -61,7 +61,7 @@ class Run(msgspec.Struct, frozen=True):
     right: dict[str, float]  # kind of prompt, including "all" -> percent
 
 
-def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
+def jobs_of(engine: Engine, prompts: Sequence[EvalPrompt]) -> list[Job]:
     """A greedy job for each prompt, in their order."""
 
     def job(number: int, asked: Conversation) -> Job:
@@ -97,7 +97,7 @@ class Kept:
 
 
 def run(
-    folder: Path, device: str, speculation: DraftConfig | None, prompts: Sequence[Prompt]
+    folder: Path, device: str, speculation: DraftConfig | None, prompts: Sequence[EvalPrompt]
 ) -> tuple[Run, list[tuple[int, ...]]]:
     """Answers every prompt on a device, timed and graded; returns the figures and the tokens of each answer.
 
@@ -139,7 +139,9 @@ def run(
         )
 
 
-def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]):
+def gaps(
+    folder: Path, prompts: Sequence[EvalPrompt], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]
+):
     """Yields the positions at which answers diverge, and the gap between the CPU's two most likely tokens there."""
     with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, device="cpu")) as engine:
         found: list[tuple[str, int, Job]] = []

@@ -19,7 +19,7 @@ import torch
 
 from lab.program import count, output, program
 from redline.bench.machine import measure
-from redline.bench.step.depth import Depth, Timing, depth_of, measure_step
+from redline.bench.step.depth import DepthCase, Timing, depth_of, measure_step
 from redline.bench.step.depth_gpu import GpuStep
 from redline.bench.step.depth_record import DepthRecord, append, read, record_of
 from redline.errors import ConfigError
@@ -77,7 +77,7 @@ class Steps:
 
     def time(self, rows: int) -> DepthRecord:
         """One case, measured now."""
-        case: Depth = depth_of(
+        case: DepthCase = depth_of(
             SHAPE, self._config, layers=self._layers, physical=self._layers, experts=None, rows=rows, tokens=1,
             context=CONTEXT, kv_dtype=torch.bfloat16, overlap=0.0,
         )  # fmt: skip

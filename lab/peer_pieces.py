@@ -44,7 +44,7 @@ from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer
 from redline.transport.choice import TransportName
 from redline.worker.engine import pick_device
-from redline.worker.kv_receiver import READ_S, Budget, KvReceiver
+from redline.worker.kv_receiver import READ_S, KvReceiver, ReceiveBudget
 from redline.worker.kv_sender import KvSender
 from redline.worker.transfer_paths import Carrier, carriers
 
@@ -154,7 +154,7 @@ class Reader:
         """The figures of one size."""
         transport, memory = self.carrier.transport, self.carrier.memory
         parcels, peer = KvChunkLayout(self.kv, mib * MIB), transport.connect(lent.area)
-        budget = Budget(1.0, clock.monotonic)
+        budget = ReceiveBudget(1.0, clock.monotonic)
         arrivals: KvReceiver[None] = KvReceiver(parcels, transport, memory, budget, clock.monotonic)
         spans = [(offer.ticket.offset, offer.ticket.size) for offer in lent.offers]
         size = sum(each for _, each in spans)

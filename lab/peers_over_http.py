@@ -37,8 +37,8 @@ from redline import clock
 from redline.bench.record import provenance
 from redline.bench.serving.load import run_load
 from redline.bench.serving.metrics import failure_of, figures
-from redline.bench.serving.records import Answer, Ask, Run
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.speculation.rates import read_questions
 from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
@@ -82,7 +82,7 @@ class Load(NamedTuple):
 
     name: str
     streams: int
-    asks: tuple[Ask, ...]
+    asks: tuple[LoadRequest, ...]
 
 
 def servers(folder: Path, place: Path, vllm_python: Path | None, llama_server: Path | None) -> list[Server]:
@@ -140,8 +140,8 @@ def loads(folder: Path, number: int) -> list[Load]:
     return found
 
 
-def _ask(tokens: tuple[int, ...], name: str) -> Ask:
-    return Ask(max_tokens=ANSWER, ids=tokens, prompt_tokens=len(tokens), name=name)
+def _ask(tokens: tuple[int, ...], name: str) -> LoadRequest:
+    return LoadRequest(max_tokens=ANSWER, ids=tokens, prompt_tokens=len(tokens), name=name)
 
 
 @contextmanager
@@ -185,9 +185,9 @@ def measure(url: str, load: Load) -> tuple[Figures, dict[str, str]]:
     Raises RedlineError if an answer failed or has another length.
     """
     body = {"temperature": 0, "ignore_eos": True}
-    target = Target(base_url=url, backend="openai", model=NAME, body=body)
+    target = ServerTarget(base_url=url, backend="openai", model=NAME, body=body)
     warm = sum(ask.name == "warm-up" for ask in load.asks)
-    run: Run = run_load(target, load.asks, Pace(max_concurrency=load.streams, warmups=warm))
+    run: LoadRun = run_load(target, load.asks, LoadPace(max_concurrency=load.streams, warmups=warm))
     for answer in run.answers:
         _check(answer)
     found = figures(run)
@@ -196,7 +196,7 @@ def measure(url: str, load: Load) -> tuple[Figures, dict[str, str]]:
     }
 
 
-def _check(answer: Answer) -> None:
+def _check(answer: TimedAnswer) -> None:
     said = None if answer.usage is None else answer.usage.completion_tokens
     if failure_of(answer) is not None or said != ANSWER:
         raise RedlineError(f"an answer of {said} tokens in place of {ANSWER}: {answer.failure} {answer.error or ''}")

@@ -39,9 +39,9 @@ from redline.bench.machine import measure
 from redline.bench.record import provenance
 from redline.bench.speculation.rates import (
     Asker,
-    Outcome,
     Question,
     Rate,
+    VariantOutcome,
     bench_parts,
     bench_rates,
     mean_times,
@@ -194,11 +194,11 @@ class PeerAsker(Asker):
         self._peer = peer
         self._way = way
 
-    def ask(self, questions: Sequence[Question]) -> Outcome:
+    def ask(self, questions: Sequence[Question]) -> VariantOutcome:
         """Answers one question with PEER_ANSWER tokens. Raises ValueError for more than one question."""
         [question] = questions
         times = self._peer.run(self._way, [[*question.tokens]], PEER_ANSWER)
-        return Outcome(times.rest_s, PEER_ANSWER - 1, [])
+        return VariantOutcome(times.rest_s, PEER_ANSWER - 1, [])
 
 
 class Bench:

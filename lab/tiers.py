@@ -53,7 +53,7 @@ from redline.messages.job import PAGE_TOKENS, JobId, Sampling
 from redline.messages.news import TierLoad
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
-from redline.run.tiers.parts import Span
+from redline.run.tiers.parts import PartSpan
 from redline.run.tiers.parts import told as told_parts
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of, pick_device
@@ -106,7 +106,7 @@ class Asked(NamedTuple):
 class Launches:
     """Receives the parts of steps (`Runner.begins`), and keeps the time of each step's launch."""
 
-    def __init__(self, spans: list[Span]) -> None:
+    def __init__(self, spans: list[PartSpan]) -> None:
         self._spans = spans
         self._began: float | None = None
 
@@ -114,7 +114,7 @@ class Launches:
         """A part begins; "": the step is launched."""
         now = clock.perf_counter()
         if not part and self._began is not None:
-            self._spans.append(Span("launch", self._began, now))
+            self._spans.append(PartSpan("launch", self._began, now))
         self._began = (self._began or now) if part else None
 
 
@@ -125,7 +125,7 @@ class Talks:
         tiers = engine.engine.tiers
         assert tiers is not None, "the engine has no tiers"
         self._engine, self._tiers, self._asked = engine, tiers, 0
-        self._spans = tiers.store.parts.kept = list[Span]()
+        self._spans = tiers.store.parts.kept = list[PartSpan]()
         engine.engine.runner.begins = Launches(self._spans)
 
     def ask(self, prompt: Sequence[int]) -> tuple[Asked, tuple[int, ...]]:

@@ -40,7 +40,7 @@ from redline.run.fit import Layout
 from redline.run.kv import KvPool
 from redline.run.tiers.memory import SLAB_BYTES
 from redline.run.tiers.pages import WholePages, seal, seed_of
-from redline.run.tiers.parts import Span, told
+from redline.run.tiers.parts import PartSpan, told
 from redline.run.tiers.store import Saved, Store
 from redline.worker.engine import pick_device
 
@@ -74,7 +74,7 @@ class Copies:
         self.pages = WholePages(kv)
         self._bytes_LPTB = kv.planes.view(torch.uint8)
         self.store = Store(self.pages, 2 * most * self.pages.size)
-        self._spans = self.store.parts.kept = list[Span]()
+        self._spans = self.store.parts.kept = list[PartSpan]()
         self._names = itertools.count(1)
         self._kept = [Saved(self._name(), PageId(page), True, False) for page in range(most)]
         self._save(self._kept)

@@ -17,7 +17,7 @@ the base has not seen), the same number in every domain, and the rest from the b
 base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
 gap of each example under the base (`redline.draft.mine.choose`), `control` at random.
 
-docs/nano.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
+nano/README.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
 """
 
 import argparse
@@ -51,19 +51,19 @@ from redline.disk import write_whole
 from redline.draft import evaluate as draft_evaluate
 from redline.draft.corpus import capture as draft_capture
 from redline.draft.corpus import synth as draft_synth
-from redline.draft.corpus.capture import CaptureConfig, Stored
+from redline.draft.corpus.capture import CaptureConfig, StoredCapture
 from redline.draft.corpus.corpus import Example, mend, read_examples
 from redline.draft.corpus.prompts import read_prompts
 from redline.draft.corpus.synth import SynthConfig
-from redline.draft.evaluate import Asked, EvalConfig, jobs_of
+from redline.draft.evaluate import EvalConfig, TokenizedPrompt, jobs_of
 from redline.draft.mine.buckets import buckets
 from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, uniform, weights
 from redline.draft.mine.difficulty import Scores, Serving
 from redline.draft.mine.mine import scored
 from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.draft.train import train as draft_train
-from redline.draft.train.budget import Budget
-from redline.draft.train.train import Sizes, TrainConfig
+from redline.draft.train.budget import TrainBudget
+from redline.draft.train.train import DrafterSizes, TrainConfig
 from redline.draft.train.trainer import Recipe
 from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
@@ -84,10 +84,12 @@ SEEDS = (1, 2, 3)
 ARMS: dict[str, Choose] = {"mined": "gap", "control": "uniform"}
 K = 3  # drafts a round
 
-DRAFTER = Sizes(intermediate_size=1_024, q_lora_rank=128, kv_lora_rank=128)  # 3.2 M parameters, 6.4 MB
+DRAFTER = DrafterSizes(intermediate_size=1_024, q_lora_rank=128, kv_lora_rank=128)  # 3.2 M parameters, 6.4 MB
 # Held-out states are read before the first step, over 1 / held_out as many positions.
 # Four steps ahead: with post-norm feedback (EAGLE-3.1) drafts beyond them go on as well, and steps cost time alike.
-RECIPE = Recipe(budget=Budget(), lr=1.5e-3, steps_ahead=4, held_out=0.01, held_out_tokens=16_384, measure_every=250)
+RECIPE = Recipe(
+    budget=TrainBudget(), lr=1.5e-3, steps_ahead=4, held_out=0.01, held_out_tokens=16_384, measure_every=250
+)
 ARM_LR, ARM_WARMUP = 2.5e-4, 0.05
 MAX_TOKENS = 1_024  # of an answer
 
@@ -260,7 +262,7 @@ def train_base(setup: Setup) -> None:
         out=str(setup.drafter("base")),
         capture=str(setup.captured("base")),
         drafter=DRAFTER,
-        recipe=recipe(setup, Budget(seconds=round(setup.left - START_S - EXPORT_S))),
+        recipe=recipe(setup, TrainBudget(seconds=round(setup.left - START_S - EXPORT_S))),
     )
     finish(setup, [setup.verb("base", "train", config)], everywhere)
 
@@ -415,7 +417,7 @@ def arm_config(setup: Setup, name: str) -> TrainConfig:
     """How an arm is trained: for EPOCHS over all of its own corpus, so both arms of a seed see about as much."""
     examples = read_examples(setup.corpus(name)).examples
     positions = sum(min(len(example.tokens), RECIPE.max_length) for example in examples)
-    budget = Budget(tokens=round(EPOCHS * positions))
+    budget = TrainBudget(tokens=round(EPOCHS * positions))
     seed = int(name.rpartition("-")[2])
     return TrainConfig(
         target=str(setup.target),
@@ -431,11 +433,11 @@ def train_arm(config: TrainConfig, console: Console) -> int:
     draft_train.check(config)
     out = Path(config.out)
     mine = {example.id for example in read_examples(out.parents[1] / f"corpus/{out.name}.jsonl").examples}
-    stored = Stored(Path(config.capture or ""), Checkpoint.open(config.target).fingerprint, mine)
+    stored = StoredCapture(Path(config.capture or ""), Checkpoint.open(config.target).fingerprint, mine)
     return draft_train.train(config, stored, stored.layer_ids, console)
 
 
-def recipe(setup: Setup, budget: Budget, **change: Any) -> Recipe:
+def recipe(setup: Setup, budget: TrainBudget, **change: Any) -> Recipe:
     """RECIPE with another budget and these changes; on a CPU, for a rehearsal, with small batches."""
     if setup.device == "cpu":
         change |= {"tokens_per_batch": RECIPE.max_length, "steps_ahead": 3, "held_out": 0.0}
@@ -566,7 +568,7 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
         {msgspec.json.decode(line, type=Answered).id for line in out.read_bytes().splitlines()} if out.exists() else ()
     )
     asked = [
-        Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style)))
+        TokenizedPrompt(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style)))
         for one in read_prompts(prompts).prompts
         if one.id not in have
     ]

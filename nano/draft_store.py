@@ -19,7 +19,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus.corpus import Example
-from redline.draft.corpus.prompts import Prompt, read_prompts
+from redline.draft.corpus.prompts import PromptLine, read_prompts
 
 CUT = 1 << 15  # marks an answer that met its limit
 CHUNK = 256  # prompts that a process encodes at a time
@@ -73,13 +73,13 @@ def unpack(packed: Path, prompts: Path, target: Path) -> Iterator[Example]:
                 )
 
 
-def _encode(work: tuple[Path, list[Prompt]]) -> list[list[int]]:
+def _encode(work: tuple[Path, list[PromptLine]]) -> list[list[int]]:
     folder, asked = work
     tokenizer, style = _opened(folder)
     return [encode(conversation(prompt), tokenizer, style) for prompt in asked]
 
 
-def _chunks(asked: list[Prompt]) -> Iterator[list[Prompt]]:
+def _chunks(asked: list[PromptLine]) -> Iterator[list[PromptLine]]:
     return (asked[first : first + CHUNK] for first in range(0, len(asked), CHUNK))
 
 

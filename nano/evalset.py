@@ -23,9 +23,9 @@ import nano
 from nano.data_recall import AFTER, BEFORE, PLANTED, Planted, filler, plant
 from nano.data_recall import Line as TextLine
 from nano.sample import Generator, Sample, Split
-from redline.bench.quality.checks import Call, grade
+from redline.bench.quality.checks import GradedCall, grade
 
-Line = dict[str, Any]  # of an evaluation set: a `redline.bench.quality.prompts.Prompt`
+Line = dict[str, Any]  # of an evaluation set: a `redline.bench.quality.prompts.EvalPrompt`
 
 SEED = 2026
 SETS: tuple[Split, ...] = ("values", "families")
@@ -169,7 +169,7 @@ def as_prompt(sample: Sample) -> Line:
     """
     *before, answer = sample.messages
     assert answer["role"] == "assistant", sample
-    calls: list[Call] = [call["function"] for call in answer.get("tool_calls") or []]
+    calls: list[GradedCall] = [call["function"] for call in answer.get("tool_calls") or []]
     verdict = grade(sample.check or {}, answer.get("content") or "", calls)
     assert verdict.ok is not False, (verdict.why, sample)
     prompt: Line = {"kind": sample.kind, "messages": before, "check": sample.check}

@@ -19,7 +19,7 @@ from nano.data import ANSWER, DOCUMENTS_PER_ROW, LONG_ROW, LOSS_SHIFT, ROW, STAR
 from nano.generate import greedy
 from nano.model import Compiled, Weights, forward, mean_loss
 from nano.sample import Sample
-from redline.bench.quality.checks import Call, grade
+from redline.bench.quality.checks import GradedCall, grade
 from redline.chat.events import CallArguments, CallBegin, Event, Text
 from redline.chat.parser import Parser
 from redline.chat.stops import StopStrings
@@ -111,18 +111,18 @@ def _passes(sample: Sample, tokenizer: Tokenizer, ids: list[int]) -> bool:
     return bool(grade(sample.check or {}, content, calls, run_code=True).ok)
 
 
-def _read(tokenizer: Tokenizer, ids: list[int], thinking: bool) -> tuple[str, list[Call]]:
+def _read(tokenizer: Tokenizer, ids: list[int], thinking: bool) -> tuple[str, list[GradedCall]]:
     """(visible text, tool calls), as a client would get them."""
     parser = Parser(tokenizer, thinking, StopStrings(()), tokenizer.skipped)
     events: list[Event] = []
     for token in ids:
         parser.push(token, events)
     parser.finish(events, complete=True)
-    calls: list[Call] = []
+    calls: list[GradedCall] = []
     for event in events:
         match event:
             case CallBegin():
-                calls.append(Call(name=event.name.removeprefix("functions."), arguments=""))
+                calls.append(GradedCall(name=event.name.removeprefix("functions."), arguments=""))
             case CallArguments():
                 calls[event.index]["arguments"] += event.text
             case _:

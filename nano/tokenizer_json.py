@@ -54,8 +54,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,  # a piece that is a token is taken whole, as tiktoken does
-            "vocab": {_spelled(token): rank for token, rank in ranks.items()},
-            "merges": [[_spelled(left), _spelled(right)] for left, right in merges(ranks)],
+            "vocab": {spelled(token): rank for token, rank in ranks.items()},
+            "merges": [[spelled(left), spelled(right)] for left, right in merges(ranks)],
         },
     }
 
@@ -79,7 +79,7 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     return found
 
 
-def _spelled(token: bytes) -> str:
+def spelled(token: bytes) -> str:
     """Bytes as the library writes them, one character for each.
 
     Latin-1's printable characters are themselves, the other bytes follow from U+0100 on.

@@ -14,7 +14,7 @@ RedlineError
   x WorkerLost            the worker is down; a retry can fix it once another worker is ready
     - RankLost              one of its tensor parallel ranks is down
   x TransferFailed        a transfer from a peer failed (redline.transport.base); a retry can fix it
-  x JobFailed             an internal error, in this job alone (redline.api.gateway)
+  x JobFailed             an internal error, in this job alone (redline.api.gateway.generation)
 """
 
 import sys

@@ -19,7 +19,7 @@ MOST_CONFIG_BYTES = 16 << 20
 
 
 def check_model(folder: Path, *, weights: bool = True) -> None:
-    """Raise CheckpointError, one line, if the folder contains no model of Kimi K2's class.
+    """Raise CheckpointError, one line, if the folder contains no model of a family that Redline serves.
 
     weights: whether the weight files and the vocabulary are required; if False, config.json is enough.
     """
@@ -32,10 +32,10 @@ def check_model(folder: Path, *, weights: bool = True) -> None:
     if config.get("model_type") not in SERVED:
         raise CheckpointError(
             f"{folder}: model_type is {_shown(config.get('model_type'))} ({_architecture(config)}); Redline serves "
-            f"models of Kimi K2's class: their model_type is {', '.join(SERVED[:-1])} or {SERVED[-1]}"
+            f"models of Kimi K2's and DeepSeek-V3's class: their model_type is {', '.join(SERVED[:-1])} or {SERVED[-1]}"
         )
     if weights:
-        _check_files(folder, ["tiktoken.model"])
+        _check_files(folder, ["tiktoken.model", "tokenizer.json"])
 
 
 def check_drafter(folder: Path) -> None:

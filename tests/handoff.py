@@ -13,7 +13,7 @@ from redline.messages.handoff import ChunkAck, Prefill, PullRequest, WorkerDown
 from redline.messages.job import Job, PagesFrom
 from redline.messages.step import Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending
+from redline.run.pending import Pending
 from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.worker.engine import EngineCore

@@ -76,42 +76,42 @@ class InTurn:
         self._meeting = meeting
         self._calls = 0
 
-    def add(self, partial: Tensor) -> Tensor:
-        """As `Group.add`."""
-        return self.begin_add(partial)()
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """As `Group.all_reduce`."""
+        return self.begin_all_reduce(partial)()
 
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add`."""
+    def begin_all_reduce(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_reduce`."""
         end = self._begin("add", partial)
         partial.fill_(torch.nan)
         return lambda: partial.copy_(_sum(end()))
 
-    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_add_rows`."""
+    def begin_reduce_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_reduce_scatter`."""
         end, dtype = self._begin("add rows", partial), partial.dtype
         assert partial.shape[0] % self.ranks == 0
         partial.fill_(torch.nan)
         return lambda: _sum(end()).chunk(self.ranks)[self.rank].to(dtype)
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """As `Group.begin_gather_rows`."""
+    def begin_all_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_all_gather_rows`."""
         end = self._begin("gather rows", own)
         assert (whole.shape, whole.dtype) == ((self.ranks * own.shape[0], *own.shape[1:]), own.dtype)
         assert whole.is_contiguous()
         whole.fill_(torch.nan)
         return lambda: whole.copy_(torch.cat(end()))
 
-    def gather(self, part_RV: Tensor) -> Tensor:
-        """As `Group.gather`."""
+    def all_gather(self, part_RV: Tensor) -> Tensor:
+        """As `Group.all_gather`."""
         return torch.cat(self._begin("gather", part_RV)(), 1)
 
     def check(self) -> None:
         """No rank is lost."""
 
-    def allow(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Does nothing: the timeout is always WAIT_S."""
 
-    def lose(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Does nothing: no rank is lost."""
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""Every command of README.md, the guides, docs/bench.md and docs/quantise.md runs as written against `make serve`; slow
-commands are only parsed.
+"""Every command of README.md, the guides, docs/bench.md, docs/checkpoints.md and docs/drafters.md runs as written
+against `make serve`; slow commands are only parsed.
 """
 
 import os
@@ -17,7 +17,7 @@ from tests.deploy.test_serve import REDLINE, ROOT, Server
 from tests.test_guides import GUIDES, wrong
 from tests.waiting import LIMIT_S
 
-TEXTS = [ROOT / "README.md", *GUIDES, ROOT / "docs" / "bench.md", ROOT / "docs" / "quantise.md"]
+TEXTS = [ROOT / "README.md", *GUIDES, *(ROOT / "docs" / page for page in ("bench.md", "checkpoints.md", "drafters.md"))]
 PROGRAMS = "redline", "make", "curl", "hf", "echo", "export", ".venv/bin/python", ".venv/bin/pip"
 
 # Commands that are parsed but not run, by their beginning, with the reason.

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
@@ -55,9 +55,9 @@ async def _ask(folder: Path, engine: EngineCore, to_worker: MemoryChannel, from_
     """The same greedy completion twice: streamed, and as one response."""
     # The API's process: text and protocol on one side, messages on the other.
     gateway = Gateway(Tokenizer.open(folder), style_of(folder), Metrics("tiny"))
-    worker = gateway.join("worker", to_worker)
-    gateway.deliver(worker, engine.ready)
-    following = asyncio.create_task(gateway.follow(worker, from_worker))
+    worker = gateway.monitor.join("worker", to_worker)
+    gateway.monitor.receive(worker, [engine.ready])
+    following = asyncio.create_task(gateway.monitor.follow(worker, from_worker))
     app = create_app(gateway, ApiConfig(served_model_names=("tiny",)))
 
     # The client.

@@ -9,7 +9,7 @@ import torch
 from redline.messages.delta import Delta
 from redline.messages.job import Job
 from redline.messages.news import TierLoad
-from redline.run.tiers.store import Tier
+from redline.run.tiers.tables import Tier
 from redline.worker.engine import EngineCore
 from redline.worker.tiers import Tiers
 from redline.worker.turn import StepInFlight, turn

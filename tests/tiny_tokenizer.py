@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from nano.tokenizer_json import merges, spelled
 from redline.chat.tokenizer import Tokenizer
 
 # In rank order: each is the concatenation of two earlier tokens, so that byte-pair encoding can reach it.
@@ -94,3 +95,71 @@ def tokenizer() -> Tokenizer:
     """The tiny tokenizer."""
     with TemporaryDirectory() as folder:
         return Tokenizer.open(write_tiny_tokenizer(Path(folder)))
+
+
+# DeepSeek-V3's control tokens: three before the vocabulary, the others after it; declared special or not, as published.
+DEEPSEEK_FIRST = {"<｜begin▁of▁sentence｜>": True, "<｜end▁of▁sentence｜>": True, "<｜▁pad▁｜>": True}
+DEEPSEEK_LAST = {
+    "<think>": False,
+    "</think>": False,
+    "<｜User｜>": False,
+    "<｜Assistant｜>": False,
+    "<|EOT|>": True,
+    "<｜tool▁calls▁begin｜>": False,
+    "<｜tool▁calls▁end｜>": False,
+    "<｜tool▁call▁begin｜>": False,
+    "<｜tool▁call▁end｜>": False,
+    "<｜tool▁outputs▁begin｜>": False,
+    "<｜tool▁outputs▁end｜>": False,
+    "<｜tool▁output▁begin｜>": False,
+    "<｜tool▁output▁end｜>": False,
+    "<｜tool▁sep｜>": False,
+}
+DEEPSEEK_SPLITS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+)
+DEEPSEEK_VOCAB = 320  # of the tiny model: more than the tokenizer's tokens, as in the published files
+
+
+def write_tiny_deepseek_tokenizer(folder: Path, template: str = "") -> Path:
+    """Writes `tokenizer.json` and `tokenizer_config.json` in DeepSeek-V3's form into `folder`, and returns it.
+
+    template: the chat template.
+    """
+    first = len(DEEPSEEK_FIRST)
+    ranks = {token: first + rank for rank, token in enumerate([bytes([value]) for value in range(256)] + list(MERGES))}
+    names = [*enumerate(DEEPSEEK_FIRST), *enumerate(DEEPSEEK_LAST, first + len(ranks))]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        for split in DEEPSEEK_SPLITS
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    how = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    special = DEEPSEEK_FIRST | DEEPSEEK_LAST
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": id, "content": name, "special": special[name], **how} for id, name in names],
+        "normalizer": {"type": "Sequence", "normalizers": []},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]},
+        "post_processor": {**level, "add_prefix_space": True},
+        "decoder": {**level, "add_prefix_space": True},
+        "model": {
+            "type": "BPE",
+            "vocab": dict(zip(DEEPSEEK_FIRST, range(first), strict=True))
+            | {spelled(token): id for token, id in ranks.items()},
+            "merges": [[spelled(left), spelled(right)] for left, right in merges(ranks)],
+        },
+    }
+    config = {
+        "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>"},
+        "eos_token": {"__type": "AddedToken", "content": "<｜end▁of▁sentence｜>"},
+        "tokenizer_class": "LlamaTokenizerFast",
+        "chat_template": template,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -367,7 +367,7 @@ LOADED = """(async () => {
 
 
 def test_nothing_is_cut_at_any_width(tab: Tab):
-    """And the pictures of docs/page.md."""
+    """And the pictures of docs/metrics.md."""
     tab.run(f"localStorage.setItem('redline.chats', {json.dumps(json.dumps(CHATS))})")
     tab.run("window.before = true; location.reload()")
     tab.until("!window.before && document.querySelectorAll('.rendered').length > 6")

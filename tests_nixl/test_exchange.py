@@ -1,6 +1,6 @@
 """Two workers in one process that hand prompts over through NIXL, with the driver's book in the place of a GPU's."""
 
-from redline.transport.base import Memory
+from redline.transport.base import MemoryRange
 from redline.transport.nixl import NixlTransport
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.transfer_paths import Carrier
@@ -17,9 +17,9 @@ class BookParcels(LateParcels):
         super().__init__(looks)
         self._chip = book.gpu()
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         exported = self._chip.export(size)
-        return Memory(exported.address, size, self._chip.device, owner=exported)
+        return MemoryRange(exported.address, size, self._chip.device, owner=exported)
 
 
 def over_nixl(book: Book) -> list[Carrier]:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from redline.errors import ConfigError
-from redline.transport.base import Memory, TransferFailed
+from redline.transport.base import MemoryRange, TransferFailed
 from redline.transport.memory import host_memory
 from redline.transport.nixl import NixlTransport
 from tests.transport.promises import Promises, wait
@@ -48,7 +48,7 @@ class TestPromises(Promises):
     def test_a_landing_comes_and_goes(self, theirs: NixlTransport, area, landing: bytearray):
         peer = theirs.connect(area.told)
         into = bytearray(1000)
-        later = theirs.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), 1000, owner=into))
+        later = theirs.landing(MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(into)), 1000, owner=into))
         wait(peer.read(0, into, 1000, 20.0))
         later.close()
         with pytest.raises(ValueError, match="not registered with"):
@@ -89,7 +89,7 @@ def ours() -> Iterator[NixlTransport]:
 
 def landing(transport: NixlTransport, size: int) -> bytearray:
     into = bytearray(size)
-    transport.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), size, owner=into))
+    transport.landing(MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(into)), size, owner=into))
     return into
 
 
@@ -191,9 +191,9 @@ def test_what_another_transport_told_is_refused(ours: NixlTransport):
 
 
 def test_an_area_lies_in_memory_that_its_worker_makes(ours: NixlTransport):
-    made: list[Memory] = []
+    made: list[MemoryRange] = []
 
-    def make(size: int) -> Memory:
+    def make(size: int) -> MemoryRange:
         made.append(host_memory(size))
         return made[-1]
 

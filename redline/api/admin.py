@@ -2,27 +2,116 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from redline.api.app import ErrorMiddleware, json_response
+from redline.api.app import ErrorMiddleware
 from redline.api.auth.auth_state import AuthState
-from redline.api.config import ApiConfig
+from redline.api.body import ResponseBody
+from redline.api.config import ApiConfig, KeyLimits
 from redline.api.errors import Refusal
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
+from redline.api.handlers import json_response
 from redline.api.telemetry.metrics import Metrics
 from redline.api.telemetry.profile import Profiler
 from redline.api.telemetry.request_traces import MOST_JOBS
 from redline.messages.base import Record
-from redline.messages.news import Role
+from redline.messages.news import Load, Role
 from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 
 MOST_BODY_BYTES = 1024  # of the body of an admin request
+
+
+class RequestTraceStatus(ResponseBody):
+    """The body of /admin/requests/ID."""
+
+    request: str
+    jobs: list[dict[str, Any]]
+
+
+class DrainStarted(ResponseBody):
+    """The body of /admin/drain."""
+
+    status: Literal["draining"]
+    drain_s: float
+
+
+class WorkerReplacement(ResponseBody):
+    """The body of /admin/workers/NAME/replace."""
+
+    status: str
+    worker: str
+    drain_s: float
+
+
+class WorkerRole(ResponseBody):
+    """The body of /admin/workers/NAME/role."""
+
+    worker: str
+    role: Role
+
+
+class ReloadResult(ResponseBody):
+    """The body of /admin/reload."""
+
+    message: str
+
+
+class AdminWorker(ResponseBody, kw_only=True):
+    """A worker in /admin/status."""
+
+    role: Role
+    turning_s: float | None
+    epoch: int
+    pid: int | None
+    at: str | None
+    ready: bool
+    lost: str | None
+    lost_before: str | None
+    draining: bool
+    silent_s: float
+    jobs: int
+    load: Load | None
+
+
+class QueueStatus(ResponseBody, kw_only=True):
+    """The queue in /admin/status."""
+
+    jobs: int
+    tokens: int
+    tokens_per_s: float
+    retry_s: float
+
+
+class KeyStatus(ResponseBody, kw_only=True):
+    """A key name in /admin/status: its usage, and what is left of each limit that refills."""
+
+    sla: str
+    running: int
+    requests: int
+    tokens: int
+    limits: KeyLimits
+    left: dict[str, float]
+
+
+class ServerStatus(ResponseBody, kw_only=True):
+    """The body of /admin/status. sla: attainment by class. steer: status of the automatic role switching."""
+
+    ready: bool
+    draining: str | None
+    trouble: str | None
+    queue: QueueStatus
+    running: int
+    workers: dict[str, AdminWorker]
+    sla: dict[str, Any]
+    keys: dict[str, KeyStatus]
+    steer: Mapping[str, Any] | UnsetType | None = UNSET
 
 
 class _Role(Record, frozen=True):
@@ -40,8 +129,8 @@ class Desk(Protocol):
 
     drain_s: float  # seconds for running requests to complete at shutdown
 
-    async def status(self) -> dict[str, Any]:
-        """The queue, the workers and the keys, as JSON."""
+    async def status(self) -> ServerStatus | dict[str, Any]:
+        """The queue, the workers and the keys; with several replicas a dict with more fields."""
         ...
 
     async def request(self, id: str) -> list[dict[str, Any]]:
@@ -120,12 +209,12 @@ class _Admin:
         if not jobs:
             known = f"only the last {MOST_JOBS:,} jobs since the start are kept"
             raise Refusal(404, f"no trace of request {id}: {known}", "not_found")
-        return json_response({"request": id, "jobs": jobs})
+        return json_response(RequestTraceStatus(id, jobs))
 
     async def drain(self, request: Request) -> Response:
         """Stop accepting requests, let running ones complete within drain_s, and shut the server down."""
         self._desk.drain()
-        return json_response({"status": "draining", "drain_s": self._desk.drain_s})
+        return json_response(DrainStarted("draining", self._desk.drain_s))
 
     async def replace(self, request: Request) -> Response:
         """Let a worker complete its answers within drain_s, requeue the rest, and restart the worker; a worker that
@@ -137,7 +226,7 @@ class _Admin:
             raise _unknown(name, known.args[0]) from None
         if status is None:
             raise Refusal(409, why_not, "conflict")
-        return json_response({"status": status, "worker": name, "drain_s": self._desk.drain_s})
+        return json_response(WorkerReplacement(status, name, self._desk.drain_s))
 
     async def profile(self, request: Request) -> Response:
         """A trace of the next ?seconds=, gzipped. Raises Refusal (400, 409)."""
@@ -165,11 +254,11 @@ class _Admin:
             raise _unknown(name, known.args[0]) from None
         if why_not is not None:
             raise Refusal(409, why_not, "conflict")
-        return json_response({"worker": name, "role": role})
+        return json_response(WorkerRole(name, role))
 
     async def reload(self, request: Request) -> Response:
         """Reload the keys file."""
-        return json_response({"message": await self._desk.reload()})
+        return json_response(ReloadResult(await self._desk.reload()))
 
 
 class _OneProcess:
@@ -193,8 +282,8 @@ class _OneProcess:
         self._turn = turn
         self._steering = steering
 
-    async def status(self) -> dict[str, Any]:
-        return {**status_of(self._gateway, self._edge), "steer": self._steering()}
+    async def status(self) -> ServerStatus:
+        return msgspec.structs.replace(status_of(self._gateway, self._edge), steer=self._steering())
 
     async def request(self, id: str) -> list[dict[str, Any]]:
         return jobs_of(self._gateway, id)
@@ -219,7 +308,7 @@ class _OneProcess:
 
     @property
     def _known(self) -> str:
-        return ", ".join(link.name for link in self._gateway.links)
+        return ", ".join(link.name for link in self._gateway.workers)
 
 
 def _unknown(name: str, known: str) -> Refusal:
@@ -228,55 +317,54 @@ def _unknown(name: str, known: str) -> Refusal:
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
     """Traces of the jobs of a request, as JSON; empty if the id is unknown."""
-    return [story.told() for story in gateway.stories.of(id)]
+    return [story.told() for story in gateway.traces.of(id)]
 
 
-def worker_of(links: WorkerRegistry, link: WorkerHandle) -> dict[str, Any]:
-    """A worker's status in `links`, as JSON."""
-    turning_s = links.turning_s(link)
-    return {
-        "role": link.role,
-        "turning_s": None if turning_s is None else round(turning_s, 1),
-        "epoch": link.epoch,
-        "pid": link.pid,
-        "at": link.at,
-        "ready": link.ready is not None,
-        "lost": link.lost,
-        "lost_before": link.before,
-        "draining": link.draining,
-        "silent_s": round(links.silent_s(link), 1),
-        "jobs": link.jobs,
-        "load": None if link.load is None else msgspec.to_builtins(link.load),
-    }
+def worker_of(links: WorkerRegistry, link: WorkerHandle) -> AdminWorker:
+    """A worker's status in `links`."""
+    turning_s = links.switching_s(link)
+    return AdminWorker(
+        role=link.role,
+        turning_s=None if turning_s is None else round(turning_s, 1),
+        epoch=link.epoch,
+        pid=link.pid,
+        at=link.at,
+        ready=link.ready is not None,
+        lost=link.lost,
+        lost_before=link.previous_end,
+        draining=link.draining,
+        silent_s=round(links.silent_s(link), 1),
+        jobs=link.jobs,
+        load=link.load,
+    )
 
 
-def status_of(gateway: Gateway, edge: AuthState) -> dict[str, Any]:
-    """The queue, the workers and the keys as seen by this process, as JSON."""
-    keyring, links = edge.keyring, gateway.links
-    jobs, tokens = gateway.waiting
+def status_of(gateway: Gateway, edge: AuthState) -> ServerStatus:
+    """The queue, the workers and the keys as seen by this process."""
+    keyring, links = edge.keyring, gateway.workers
     accounts = {} if keyring is None else keyring.accounts
-    return {
-        "ready": gateway.ready is not None and links.trouble is None and edge.draining is None,
-        "draining": edge.draining,
-        "trouble": links.lost or links.trouble,
-        "queue": {
-            "jobs": jobs,
-            "tokens": tokens,
-            "tokens_per_s": round(gateway.served_per_s, 1),
-            "retry_s": round(gateway.retry_s, 1),
-        },
-        "running": gateway.running,
-        "workers": {link.name: worker_of(links, link) for link in links},
-        "sla": gateway.attainment.told(),
-        "keys": {
-            name: {
-                "sla": account.sla,
-                "running": account.running,
-                "requests": account.requests,
-                "tokens": account.tokens,
-                "limits": msgspec.structs.asdict(account.limits),
-                "left": account.left(),
-            }
+    return ServerStatus(
+        ready=gateway.ready is not None and links.trouble is None and edge.draining is None,
+        draining=edge.draining,
+        trouble=links.lost or links.trouble,
+        queue=QueueStatus(
+            jobs=gateway.requests.waiting,
+            tokens=gateway.requests.waiting_tokens,
+            tokens_per_s=round(gateway.admission.served_per_s, 1),
+            retry_s=round(gateway.admission.retry_s, 1),
+        ),
+        running=gateway.requests.running,
+        workers={link.name: worker_of(links, link) for link in links},
+        sla=gateway.attainment.told(),
+        keys={
+            name: KeyStatus(
+                sla=account.sla,
+                running=account.running,
+                requests=account.requests,
+                tokens=account.tokens,
+                limits=account.limits,
+                left=account.left(),
+            )
             for name, account in accounts.items()
         },
-    }
+    )

@@ -1,4 +1,4 @@
-"""The HTTP application: the routes, the code around every request, and whole and streamed responses.
+"""The HTTP application: the routes, and the code around every request.
 
 `ErrorMiddleware` handles what every request needs: keys, header size, request id, and exceptions, which end only
 their own request. The generating routes are plain ASGI, which is the cheapest way to send a token.
@@ -6,60 +6,49 @@ their own request. The generating routes are plain ASGI, which is the cheapest w
 
 import asyncio
 import logging
-import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redline import __version__, clock
-from redline.api.anthropic.events import MESSAGES, count_answer, messages_error
-from redline.api.anthropic.requests import read_count
-from redline.api.ask import Prompt
+from redline import clock
+from redline.api.anthropic.events import MESSAGES, messages_error
 from redline.api.auth.access import OPEN_PATHS, Headers, check_page, check_single, header
 from redline.api.auth.auth_state import AuthState
-from redline.api.auth.quota import CALLER, Account, Caller
-from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.dialect import A, Dialect, EventStream, Reply
-from redline.api.errors import Answer, Refusal
-from redline.api.gateway import Gateway, Generation
+from redline.api.auth.quota import CALLER, Caller, KeyAccount
+from redline.api.body import ResponseBody
+from redline.api.config import ApiConfig
+from redline.api.dialect import Dialect
+from redline.api.errors import Refusal, WholeResponse
+from redline.api.gateway.gateway import Gateway
+from redline.api.gateway.generation import Generation
+from redline.api.handlers import Handlers, Respond, json_response, send_json, send_whole
 from redline.api.http.cors import Cors, check_origins
 from redline.api.http.stream_flusher import DIRECT
 from redline.api.http.unpack import check_encoding, unpacked
-from redline.api.openai.answers import (
-    detokenize_answer,
-    gather,
-    tokenize_answer,
-    tokenizer_info,
-)
 from redline.api.openai.dialects import CHAT, COMPLETIONS, openai_error
-from redline.api.openai.requests import read_detokenize, read_tokenize
 from redline.api.openapi.document import openapi
+from redline.api.openapi.operation import Operation
 from redline.api.openapi.operations import operations
-from redline.api.openapi.page import PAGE_HEADERS, page
+from redline.api.openapi.page import page
 from redline.api.page.chat_page import FILES, EngineView, page_routes
 from redline.api.page.render import PATH as RENDER_PATH
 from redline.api.page.render import Renderer
-from redline.api.paging import page_limit
-from redline.api.responses.events import KeptResponses, count_input, responses
-from redline.api.responses.requests import ResponsesRequest, read_input_tokens
+from redline.api.responses.events import KeptResponses, responses
 from redline.api.responses.store import ResponseStore
-from redline.api.telemetry import metrics
 from redline.api.telemetry.metrics import Metrics
 from redline.api.telemetry.request_span import RequestSpan
-from redline.chat.conversation import Conversation
-from redline.errors import ModelNotFound, Overloaded, RequestError
+from redline.errors import Overloaded, RequestError
 
 QUIET_PATHS = {
     "/health",
@@ -70,17 +59,12 @@ QUIET_PATHS = {
 }  # polled by machines every few seconds: logged at debug level only
 REQUEST_ID_CHARS = 128
 SHOWN_PATH_CHARS = 200
-SHOWN_TYPES = 16  # dropped tool types named in the warning header
-WARNING = "x-redline-warning"
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 access_log = logging.getLogger("redline.access")
 log = logging.getLogger("redline.api")
 
-T = TypeVar("T")
-Respond = Callable[[Send], Awaitable[None]]
 Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # starts processing a body
-Teller = Callable[[Exception, str], Answer]  # converts an exception and the request's id
+Teller = Callable[[Exception, str], WholeResponse]  # converts an exception and the request's id
 NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
@@ -96,9 +80,6 @@ def create_app(
     Raises ConfigError if the keys file cannot be read or is empty, or if an origin is invalid.
     """
     edge = edge or AuthState(config)
-    api = _Api(gateway, config, edge, scrape)
-    gateway.metrics.health(lambda: api.unready is None)
-    bodies = _Bodies(config.limits.bodies_bytes)
     path = config.responses_file
     store = ResponseStore(Path(path)) if path else None
     if store is not None:
@@ -109,40 +90,22 @@ def create_app(
         "/v1/messages": MESSAGES,
         "/v1/responses": (of_responses := responses(store, config.limits)),
     }
-    count_input_tokens = partial(api.count_input_tokens, of_responses)
-    routes = [
-        *(page_routes() if config.page else [Route("/", api.version)]),
-        Route("/engine", EngineView(gateway, edge).stream),
-        Route("/live", api.live),
-        Route("/health", api.health),
-        Route("/ping", api.health, methods=["GET", "POST"]),
-        Route("/load", api.load),
-        Route("/metrics", api.metrics),
-        Route("/version", api.version),
-        Route("/v1/models", api.models),
-        Route("/tokenizer_info", api.tokenizer_info),
-        Route("/openapi.json", api.openapi),
-        Route("/docs", api.docs),
-        Route("/v1/models/{id:path}", api.one_model),
-        *(
-            Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"])
-            for path, dialect in dialects.items()
-        ),
-        Route("/v1/messages/count_tokens", _Post(api.count_tokens, config, bodies), methods=["POST"]),
-        Route("/v1/responses/input_tokens", _Post(count_input_tokens, config, bodies), methods=["POST"]),
-        Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
-        Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
-    ]
+    table = operations(config)
+    document = openapi(table, open_paths(config), keys=config.keys_file is not None)
+    listed: dict[Any, str] = {}
+    for one in table:
+        listed.setdefault((one.url, one.handler), f"{one.method} {one.url}")
+    api = Handlers(gateway, config, edge, scrape, of_responses, list(listed.values()), document, page(document))
+    gateway.metrics.health(lambda: api.unready is None)
+    bodies = _Bodies(config.limits.bodies_bytes)
+    owners = [api, EngineView(gateway, edge), *([] if store is None else [KeptResponses(store)])]
+    routes = [*(page_routes() if config.page else ()), *_served(table, owners, config, bodies)]
+    for path, dialect in dialects.items():
+        routes.append(Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"]))
     if config.page:
         renderer = Renderer()
         gateway.at_end(renderer.ended)
         routes.append(Route(RENDER_PATH, _Post(partial(_render, renderer), config, bodies), methods=["POST"]))
-    if store is not None:
-        kept = KeptResponses(store)
-        routes.append(Route("/v1/responses/{id}", kept.read))
-        routes.append(Route("/v1/responses/{id}/input_items", kept.input_items))
-        routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
-    api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
     router = Router(routes, redirect_slashes=False)
     hint = "; GET /version lists the routes; admin routes have an address of their own, which the server's start prints"
@@ -152,7 +115,7 @@ def create_app(
 
 
 async def _render(renderer: Renderer, body: bytes, scope: Scope) -> Respond:
-    return partial(_send_json, body=await renderer.answer(body))
+    return partial(send_json, body=await renderer.answer(body))
 
 
 def open_paths(config: ApiConfig) -> set[str]:
@@ -160,8 +123,27 @@ def open_paths(config: ApiConfig) -> set[str]:
     return OPEN_PATHS | FILES.keys() if config.page else OPEN_PATHS
 
 
-def _method(route: Route) -> str:
-    return next((method for method in ("GET", "DELETE") if method in (route.methods or ())), "POST")
+def _served(table: Sequence[Operation], owners: Sequence[object], config: ApiConfig, bodies: "_Bodies") -> list[Route]:
+    """The routes of the operations with a handler, which is a method of one of the owners."""
+    methods: dict[tuple[str, Any], list[str]] = {}
+    for operation in table:
+        if operation.handler is not None:
+            methods.setdefault((operation.path, operation.handler), []).append(operation.method)
+    posts = {operation.handler for operation in table if operation.body is not None}
+    routes: list[Route] = []
+    for (path, handler), names in methods.items():
+        [owner] = [one for one in owners if getattr(type(one), handler.__name__, None) is handler]
+        bound = partial(handler, owner)
+        routes.append(Route(path, _Post(bound, config, bodies) if handler in posts else _encoded(bound), methods=names))
+    return routes
+
+
+def _encoded(handler: Callable[[Request], Awaitable[Response | ResponseBody]]) -> Callable[..., Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        told = await handler(request)
+        return told if isinstance(told, Response) else json_response(told)
+
+    return endpoint
 
 
 class ErrorMiddleware:
@@ -227,7 +209,7 @@ class ErrorMiddleware:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
             check_single(headers)
-            account: Account | None = None
+            account: KeyAccount | None = None
             if self._edge.keyring is None:
                 check_page(scope["method"], headers, self._local, self._origins)
             elif scope["path"] not in self._open:
@@ -240,12 +222,12 @@ class ErrorMiddleware:
             else:
                 await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_on, _no_route(scope, error, tell, request_id.decode(), self._hint))
+            await send_whole(send_on, _no_route(scope, error, tell, request_id.decode(), self._hint))
         except Exception as error:  # the last place to catch an exception so that it ends only one request
             answer = tell(error, request_id.decode())
             self._counted.rejected(error)
             if not status:
-                await _send(send_on, answer)
+                await send_whole(send_on, answer)
         except asyncio.CancelledError:
             pass  # the server is shutting down, and has closed the connection
         finally:
@@ -263,9 +245,9 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
     path = quote(scope["path"], safe="/:@!$&'()*+,;=")
     path = path if len(path) <= SHOWN_PATH_CHARS else path[:SHOWN_PATH_CHARS] + "..."
     generation: Generation | None = scope.get("generation")
-    account: Account | None = scope.get("account")
+    account: KeyAccount | None = scope.get("account")
     prompt = 0 if generation is None else sum(map(len, generation.prompts))
-    said = 0 if generation is None else sum(lane.read for lane in generation.lanes)
+    said = 0 if generation is None else generation.completion_tokens
     workers = [] if generation is None else generation.workers
     if json_lines:
         line = {
@@ -297,9 +279,6 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
     )
 
 
-MOST_MODELS = 1000  # page size of the list of models
-
-
 MOST_TIMEOUT_S = 86400.0
 
 
@@ -325,7 +304,7 @@ def _is_anthropics(scope: Scope) -> bool:
     return f"{scope['path']}/".startswith("/v1/messages/") or bool(header(scope["headers"], b"anthropic-version"))
 
 
-def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str, hint: str) -> Answer:
+def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str, hint: str) -> WholeResponse:
     """Convert the router's own 404 and 405."""
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not allowed for {scope['path']}", "method_not_allowed")
@@ -342,30 +321,6 @@ def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str,
 
 def _is_plain(value: bytes) -> bool:
     return all(33 <= byte < 127 for byte in value)
-
-
-SEND_BYTES = 1 << 20  # larger bodies are sent in parts, so that the event loop serves others in between
-
-
-async def _send(send: Send, answer: Answer) -> None:
-    headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer.body))]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    for start in range(0, len(answer.body), SEND_BYTES):
-        part = answer.body[start : start + SEND_BYTES]
-        more = start + SEND_BYTES < len(answer.body)
-        await send({"type": "http.response.body", "body": part, "more_body": more})
-
-
-async def _send_json(send: Send, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
-    await _send(send, Answer(200, body, dict(headers)))
-
-
-def _warning(left_out: Sequence[str]) -> dict[str, str]:
-    """The header that names the dropped tool and item types, restricted to plain characters."""
-    types = [re.sub("[^A-Za-z0-9_.-]", "?", one[:64]) for one in left_out[:SHOWN_TYPES]]
-    more = ["..."] if len(left_out) > SHOWN_TYPES else []
-    return {WARNING: f"ignored, since only function tools are supported: {', '.join(types + more)}"} if types else {}
 
 
 class _Bodies:
@@ -472,243 +427,6 @@ class _Post:
             raise Refusal(408, f"the body took more than {self._limits.body_seconds} s", "timeout") from None
 
 
-class _Api:
-    """The handlers of the routes."""
-
-    def __init__(
-        self, gateway: Gateway, config: ApiConfig, edge: AuthState, scrape: Callable[[], Awaitable[bytes]] | None
-    ) -> None:
-        self._gateway = gateway
-        self._edge = edge
-        self._scrape = scrape
-        self._limits = config.limits
-        self._defaults = config.defaults
-        self._names = config.served_model_names
-        self._created = int(clock.now())
-        self.routes: list[str] = []
-        document = openapi(operations(config), open_paths(config), keys=config.keys_file is not None)
-        self._document, self._page = msgspec.json.encode(document), page(document)
-
-    async def version(self, request: Request) -> Response:
-        """Name, version and routes of this server."""
-        return json_response({"name": "redline", "version": __version__, "models": self._names, "routes": self.routes})
-
-    async def live(self, request: Request) -> Response:
-        """Always 200: this process is alive. `health` reports on the model."""
-        return json_response({"status": "live"})
-
-    @property
-    def unready(self) -> dict[str, str] | None:
-        """Why the server is not ready, for `health`: the model is loading or stalled, the server drains, or its
-        worker is down. None: it is ready."""
-        if self._gateway.ready is None:
-            return {"status": "worker lost" if self._gateway.links.lost else "loading"}
-        if self._edge.draining is not None:
-            return {"status": "draining", "reason": self._edge.draining}
-        if (trouble := self._gateway.links.trouble) is not None:
-            return {"status": "stalled", "reason": trouble}
-        return None
-
-    async def health(self, request: Request) -> Response:
-        """200 while the model is ready, else 503 with the reason."""
-        why_not = self.unready
-        return json_response({"status": "ready"} if why_not is None else why_not, 200 if why_not is None else 503)
-
-    async def metrics(self, request: Request) -> Response:
-        text = self._gateway.metrics.expose() if self._scrape is None else await self._scrape()
-        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
-
-    async def load(self, request: Request) -> Response:
-        """vLLM's /load: the number of running and waiting requests."""
-        return json_response({"server_load": self._gateway.load + self._gateway.others.load})
-
-    async def openapi(self, request: Request) -> Response:
-        return Response(self._document, media_type="application/json")
-
-    async def docs(self, request: Request) -> Response:
-        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
-
-    async def models(self, request: Request) -> Response:
-        """The list of models in OpenAI's and Anthropic's format combined. ?limit, ?after_id, ?before_id: paging, as
-        Anthropic's clients use it."""
-        query = request.query_params
-        begin = 1 + self._place(after, "after_id") if (after := query.get("after_id")) else 0
-        end = self._place(before, "before_id") if (before := query.get("before_id")) else len(self._names)
-        names, limit = self._names[begin:end], page_limit(query.get("limit"), MOST_MODELS, MOST_MODELS)
-        some = names[-limit:] if before else names[:limit]
-        return json_response(
-            {
-                "object": "list",
-                "data": [self._card(name) for name in some],
-                "has_more": len(some) < len(names),
-                "first_id": some[0] if some else None,
-                "last_id": some[-1] if some else None,
-            }
-        )
-
-    async def one_model(self, request: Request) -> Response:
-        return json_response(self._card(self._model(request.path_params["id"])))
-
-    def _place(self, name: str, param: str) -> int:
-        if name not in self._names:
-            raise RequestError(f"{param} is {name[:100]!a}, which is not a served model", param)
-        return self._names.index(name)
-
-    def _card(self, name: str) -> dict[str, Any]:
-        """A model in OpenAI's format, with vLLM's `max_model_len`, and in Anthropic's."""
-        ready = self._gateway.ready
-        length = ready.max_model_len if ready else None
-        allowed = [tokens for tokens in (length, self._limits.most_max_tokens) if tokens is not None]
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "redline",
-            "max_model_len": length,
-            "type": "model",
-            "display_name": name,
-            "created_at": clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(self._created)),
-            "lifecycle": "active",
-            "max_input_tokens": length,
-            "max_tokens": min(allowed, default=None),
-        }
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        """vLLM's /tokenizer_info: the fields of tokenizer_config.json, with the chat template."""
-        body = tokenizer_info(self._gateway.tokenizer.config, self._gateway.max_model_len)
-        return Response(body, media_type="application/json")
-
-    async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
-        """Parse a body by a dialect, and start generation."""
-        passage: RequestSpan = scope["passage"]
-        began = clock.perf_counter()
-        asked = await self._read(body, dialect.read)
-        passage.did("parse", began)
-        passage.model = model = self._model(asked.model)
-        if dialect.recall is not None:
-            asked = await dialect.recall(asked)
-        gateway = self._gateway
-        max_model_len = gateway.max_model_len  # raises if no worker is ready, as `begin` does
-        scope["generation"] = generation = await gateway.begin(asked.ask)  # for the access log line
-        if warning := _warning(asked.left_out):
-            log.info("%s, request %s", warning[WARNING], passage.id)
-        # Nothing may raise from here on: `_reply` closes the generation.
-        reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, max_model_len)
-        return partial(self._reply, dialect, reply, warning)
-
-    async def _reply(self, dialect: Dialect[A], reply: Reply[A], headers: Mapping[str, str], send: Send) -> None:
-        with reply.generation as generation:
-            if reply.asked.stream is not None:
-                await self._stream(send, generation, dialect.stream(reply), max(reply.openings), headers)
-                return
-            choices = await gather(generation)
-            cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
-            if dialect.keep is not None:
-                body = await dialect.keep(reply, choices, body)
-            await _send_json(send, body, headers)
-
-    async def _stream(
-        self, send: Send, generation: Generation, stream: EventStream, opening: int, headers: Mapping[str, str]
-    ) -> None:
-        """Send a streamed response. The status is sent at admission, or after REFUSAL_S at the latest, so that a
-        request that the engine rejects at once gets an error status. Later errors are sent as an error event, which
-        ends the stream. opening: entries before the first output token of a choice."""
-        started = False
-
-        async def start() -> None:
-            nonlocal started
-            started = True
-            more = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await send({**STREAM_START, "headers": [*STREAM_START["headers"], *more]})
-            await write(stream.open())
-
-        async def write(body: bytes) -> None:
-            if body:
-                await _send_parts(send, body)
-                generation.wrote()
-
-        generation.break_silence(KEEPALIVE_S)
-        try:
-            if await generation.admitted(REFUSAL_S):
-                await start()
-            async for batches in generation:
-                if not started:
-                    await start()
-                cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
-                await write(await self._gateway.in_thread(cost, stream.write, batches))
-                if generation.silent:
-                    await write(stream.keepalive())
-                if not opening:  # else the first batch of a choice may need a thread
-                    await write(await generation.pour(stream.write))
-            await send({"type": "http.response.body", "body": await stream.close(), "more_body": False})
-        except Exception as error:
-            if not started:
-                raise
-            await send({"type": "http.response.body", "body": stream.fail(error), "more_body": False})
-
-    async def tokenize(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._read(body, read_tokenize)
-        self._model(request.model)
-        param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        tokens = await self._encoded(request.prompt, param)
-        token_bytes = self._gateway.tokenizer.token_bytes if request.token_strs else None
-        answer = await self._gateway.in_thread(
-            len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
-        )
-        return partial(_send_json, body=answer)
-
-    async def count_tokens(self, body: bytes, scope: Scope) -> Respond:
-        """Anthropic's count_tokens: the number of tokens of a message's prompt."""
-        request = await self._read(body, read_count)
-        self._model(request.model)
-        return partial(_send_json, body=count_answer(len(await self._encoded(request.conversation, "messages"))))
-
-    async def count_input_tokens(self, dialect: Dialect[ResponsesRequest], body: bytes, scope: Scope) -> Respond:
-        """OpenAI's input_tokens: the number of tokens of a response's input."""
-        asked = await self._read(body, read_input_tokens)
-        self._model(asked.model)
-        if dialect.recall is not None:
-            asked = await dialect.recall(asked)
-        [prompt] = asked.ask.prompts
-        tokens = await self._encoded(prompt, "input")
-        return partial(_send_json, body=count_input(len(tokens)), headers=_warning(asked.left_out))
-
-    async def _encoded(self, prompt: Prompt, param: str) -> Sequence[int]:
-        """Token ids of a prompt. Raises RequestError for more tokens than a request may have."""
-        most = self._limits.tokens
-        tokens = await self._gateway.encode(prompt, param, most)
-        if len(tokens) > most:
-            raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
-        return tokens
-
-    async def detokenize(self, body: bytes, scope: Scope) -> Respond:
-        most = self._gateway.max_model_len
-        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, most)
-        self._model(request.model)
-        decode = self._gateway.tokenizer.decode_bytes
-        answer = await self._gateway.in_thread(len(request.tokens), detokenize_answer, request.tokens, decode)
-        return partial(_send_json, body=answer)
-
-    async def _read(self, body: bytes, read: Callable[[bytes, Limits, Defaults], T]) -> T:
-        """Parse a body; large ones in a thread: parsing JSON takes about a 64th of the time of encoding its text."""
-        return await self._gateway.in_thread(len(body) // 64, read, body, self._limits, self._defaults)
-
-    def _model(self, asked: str | None) -> str:
-        """The model name for the response. Raises ModelNotFound for a name that is not served."""
-        if asked is not None and asked not in self._names:
-            raise ModelNotFound(f"the model {asked} does not exist; served: {', '.join(self._names)}", "model")
-        return asked or self._names[0]
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A whole response in JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-ENTRY_CHARS = 8  # writing one logprob takes as long as encoding this number of characters
-
-
 class _Departure:
     """While watching, cancels the task that serves a request if the client disconnects, whatever the task waits for:
     no more text is encoded, and jobs are aborted. The cancellation ends at the `with` block."""
@@ -738,22 +456,3 @@ class _Departure:
             pass
         self._left = True
         self._task.cancel()
-
-
-KEEPALIVE_S = 9.0  # seconds of silence before a stream sends a keepalive: two fit into the 20 s of an impatient client
-REFUSAL_S = 0.25  # seconds in which an idle engine has rejected a request that it cannot take
-
-STREAM_START: Message = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # else nginx buffers tokens
-    ],
-}
-
-
-async def _send_parts(send: Send, body: bytes) -> None:
-    for start in range(0, len(body), SEND_BYTES):
-        await send({"type": "http.response.body", "body": body[start : start + SEND_BYTES], "more_body": True})

@@ -8,7 +8,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from redline.messages.base import Record
+from redline.messages.base import Record, setting
+from redline.messages.job import Sampling
 
 MIB = 1 << 20
 
@@ -55,31 +56,57 @@ Count = Annotated[int, Meta(ge=1, le=1 << 50)]
 class KeyLimits(Record, frozen=True):
     """Rate limits of one key name; None: no limit. Beyond them: 429."""
 
-    requests_per_s: Annotated[float, Meta(ge=0.001, le=1e6)] | None = None  # burst: one second's worth, at least one
-    concurrency: Count | None = None  # requests that are being read or answered
-    tokens_per_minute: Count | None = None  # of prompts and answers; a burst of one minute's worth
-    tokens_per_day: Count | None = None
+    requests_per_s: Annotated[
+        Annotated[float, Meta(ge=0.001, le=1_000_000)] | None,
+        setting("POST requests per second; bursts of one second's worth, at least one", absent="no limit", example=10),
+    ] = None
+    concurrency: Annotated[
+        Count | None, setting("POST requests that are read or answered at once", absent="no limit", example=16)
+    ] = None
+    tokens_per_minute: Annotated[
+        Count | None,
+        setting(
+            "prompt tokens (times `n`, cached or not) and answer tokens; a burst of one minute's worth",
+            absent="no limit",
+            example=200_000,
+        ),
+    ] = None
+    tokens_per_day: Annotated[Count | None, setting("the same, for a day", absent="no limit", example=50_000_000)] = (
+        None
+    )
+
+
+Milliseconds = Annotated[float, Meta(ge=0.001, le=1_000_000_000)]
 
 
 class Sla(Record, frozen=True):
     """SLO targets of a class of requests; None: no target. Each request meets or misses them
     (`redline.api.telemetry.sla`)."""
 
-    ttft_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # from the request's arrival to its first token
-    itl_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # mean time between two tokens of the answer
+    ttft_ms: Annotated[
+        Milliseconds | None,
+        setting(
+            "milliseconds from a request's arrival to its first token, at most", absent="no SLO target", example=2000.0
+        ),
+    ] = None
+    itl_ms: Annotated[
+        Milliseconds | None,
+        setting(
+            "mean inter-token latency in milliseconds, (last - first) / (tokens - 1), at most",
+            absent="no SLO target",
+            example=50.0,
+        ),
+    ] = None
 
 
 DEFAULT_SLA = "default"  # the class of keys that name none, and of requests without a key
 
 
 class Defaults(Record, frozen=True):
-    """Defaults of request fields. Sampling defaults come from the checkpoint's generation_config, if it has one."""
+    """Defaults of request fields."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    # of the checkpoint's generation_config, if it has one; max_tokens is not read
+    sampling: Sampling = Sampling(max_tokens=1)
     thinking: bool = True
     reasoning_field: str = "reasoning_content"  # name of the reasoning field in chat answers and deltas
 

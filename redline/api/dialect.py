@@ -1,7 +1,7 @@
 """The interface between HTTP and the API formats that clients use.
 
 A generating route is a `Dialect`: it parses a body into an `Ask`, and formats the gateway's output, as a whole response
-or as a stream. Everything between the two is shared (`redline.api.app`).
+or as a stream. Everything between the two is shared (`redline.api.handlers`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,9 +10,9 @@ from typing import Generic, Protocol, TypeVar
 
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
-from redline.api.errors import Answer
-from redline.api.gateway import Batch, Generation
-from redline.api.openai.answers import Choice
+from redline.api.errors import WholeResponse
+from redline.api.gateway.generation import ChoiceDelta, Generation
+from redline.api.openai.answers import ChoiceOutput
 from redline.chat.tokenizer import Tokenizer
 from redline.messages.base import Record
 
@@ -28,7 +28,7 @@ class Streaming(Record, frozen=True):
     proposers: bool = False
 
 
-class Asked(Record, frozen=True):
+class ParsedRequest(Record, frozen=True):
     """A parsed body; each dialect has its own subclass, with the fields that only its responses need."""
 
     model: str | None  # None: the served model
@@ -38,7 +38,7 @@ class Asked(Record, frozen=True):
     left_out: tuple[str, ...] = ()  # types of tools and items that the client sent and that the prompt does not contain
 
 
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=ParsedRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class EventStream(Protocol):
         """Bytes before the first batch, sent on admission; may be empty."""
         ...
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The events of these batches, in order, as server-sent events; empty if they contain no visible output."""
         ...
 
@@ -97,7 +97,7 @@ class Dialect(Generic[A]):
 
     read: Callable[[bytes, Limits, Defaults], A]
     stream: Callable[[Reply[A]], EventStream]
-    answer: Callable[[Reply[A], Sequence[Choice]], bytes]
-    error: Callable[[Exception, str], Answer]
+    answer: Callable[[Reply[A], Sequence[ChoiceOutput]], bytes]
+    error: Callable[[Exception, str], WholeResponse]
     recall: Callable[[A], Awaitable[A]] | None = None
-    keep: Callable[[Reply[A], Sequence[Choice], bytes], Awaitable[bytes]] | None = None
+    keep: Callable[[Reply[A], Sequence[ChoiceOutput], bytes], Awaitable[bytes]] | None = None

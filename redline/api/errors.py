@@ -8,8 +8,7 @@ import math
 import re
 from typing import NamedTuple
 
-import msgspec
-
+from redline.api.body import ResponseBody, encode
 from redline.errors import Overloaded, RedlineError, RequestError, WorkerLost
 
 RETRY_AFTER_S = 1  # Retry-After of rejected requests, in seconds
@@ -32,7 +31,7 @@ class Refusal(RequestError):
         self.code = code
 
 
-class Answer(NamedTuple):
+class WholeResponse(NamedTuple):
     """A complete HTTP response; `headers` are those other than content-type and content-length."""
 
     status: int
@@ -40,16 +39,26 @@ class Answer(NamedTuple):
     headers: dict[str, str]
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON {"error": {"message", "type", "param", "code"}}; kind is the type, param the offending field."""
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+class ErrorDetail(ResponseBody):
+    """An error in OpenAI's format. param: the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(ResponseBody):
+    """The body of an error in OpenAI's format."""
+
+    error: ErrorDetail
 
 
 def _retry_after(seconds: float) -> str:
     return str(max(RETRY_AFTER_S, math.ceil(seconds)))
 
 
-class Told(NamedTuple):
+class ClientError(NamedTuple):
     """An exception as reported to a client, before formatting for an API. kind: OpenAI's type. `message` names the
     field `param`, since clients show only the message."""
 
@@ -61,27 +70,31 @@ class Told(NamedTuple):
     headers: dict[str, str]
 
 
-def tell(error: Exception) -> Told:
+def tell(error: Exception) -> ClientError:
     """Convert an exception for the client. Server errors are logged, with a traceback if they are unexpected."""
     match error:
         case Refusal(status=429, retry_s=float() as seconds):
             headers = {"retry-after": _retry_after(seconds)}
-            return Told(429, _naming(error), "rate_limit_error", error.param, error.code, headers)
+            return ClientError(429, _naming(error), "rate_limit_error", error.param, error.code, headers)
         case RequestError():
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-            return Told(error.status, _naming(error), kind, error.param, error.code, headers)
+            return ClientError(error.status, _naming(error), kind, error.param, error.code, headers)
         case Overloaded():
-            return Told(
+            return ClientError(
                 503, str(error), "server_error", None, "overloaded", {"retry-after": _retry_after(error.retry_s)}
             )
         case WorkerLost():
-            return Told(503, str(error), "server_error", None, "worker_lost", {"retry-after": str(RETRY_AFTER_S)})
+            return ClientError(
+                503, str(error), "server_error", None, "worker_lost", {"retry-after": str(RETRY_AFTER_S)}
+            )
         case _:
             # An engine error about a job is expected and fits one line; only unexpected errors get a traceback.
             known = isinstance(error, RedlineError)
             log.error("a request failed: %s", error, exc_info=None if known else error)
-            return Told(500, "Internal server error while processing this request", "server_error", None, None, {})
+            return ClientError(
+                500, "Internal server error while processing this request", "server_error", None, None, {}
+            )
 
 
 def _naming(error: RequestError) -> str:
@@ -92,7 +105,8 @@ def _naming(error: RequestError) -> str:
     return f"{param}: {message}"
 
 
-def answer_to(error: Exception) -> Answer:
+def answer_to(error: Exception) -> WholeResponse:
     """The status and body for an exception, in OpenAI's format; `tell` logs server errors."""
     told = tell(error)
-    return Answer(told.status, error_body(told.message, told.kind, told.param, told.code), told.headers)
+    body = encode(ErrorResponse(ErrorDetail(told.message, told.kind, told.param, told.code)))
+    return WholeResponse(told.status, body, told.headers)

@@ -3,21 +3,23 @@
 from collections.abc import Collection, Iterator
 
 from redline.messages.replicas import Use
-from redline.router.worker_registry import WorkerHandle
+from redline.router.worker_registry import WorkerRegistry
 
 
 class PeerReplicas:
-    """The latest report of each replica; empty if there is one API process."""
+    """The latest report of each replica; empty if there is one API process. `workers` get the load of their peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: WorkerRegistry) -> None:
+        self._workers = workers
         self._uses: dict[str, Use] = {}
 
     def __iter__(self) -> Iterator[Use]:
         return iter(self._uses.values())
 
-    def heard(self, use: Use) -> None:
+    def update(self, use: Use) -> None:
         """Store a replica's report."""
         self._uses[use.replica] = use
+        self.apply()
 
     def keep(self, names: Collection[str]) -> list[str]:
         """Drop replicas that are not in `names`, since they have ended. Returns the names of the dropped ones."""
@@ -46,7 +48,10 @@ class PeerReplicas:
         """Requests that are running or waiting."""
         return sum(use.load for use in self)
 
-    def tell(self, link: WorkerHandle) -> None:
-        """Set the load that other replicas have on a link's worker."""
-        at = [each for use in self for each in use.workers if (each.worker, each.epoch) == (link.name, link.epoch)]
-        link.jobs_of_others, link.tokens_of_others = sum(each.jobs for each in at), sum(each.tokens for each in at)
+    def apply(self) -> None:
+        """Set the load that other replicas have on each worker; call it again after a worker has joined."""
+        for worker in self._workers:
+            start = worker.name, worker.epoch
+            there = [each for use in self for each in use.workers if (each.worker, each.epoch) == start]
+            worker.peer_jobs = sum(each.jobs for each in there)
+            worker.peer_tokens = sum(each.tokens for each in there)

@@ -27,7 +27,7 @@ class Read(Record, frozen=True):
     disk_share: float | None
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """Bytes [start, stop) of a file."""
 
     file: Path
@@ -53,10 +53,10 @@ def forget(files: Sequence[Path]) -> None:
 
 def read(files: Sequence[Path], threads: int) -> Read:
     """Reads all bytes of the files in order. Raises the errors of `read_parts`."""
-    return read_parts([Part(path, 0, path.stat().st_size) for path in files], threads)
+    return read_parts([FilePart(path, 0, path.stat().st_size) for path in files], threads)
 
 
-def read_parts(parts: Sequence[Part], threads: int) -> Read:
+def read_parts(parts: Sequence[FilePart], threads: int) -> Read:
     """Reads the bytes of the parts in order, in blocks of BLOCK bytes that `threads` threads take in turn.
 
     Raises OSError if a file cannot be read, and ConfigError if a file has become shorter.

@@ -116,8 +116,7 @@ def compose(
     if constraint is not None and calls.mode == "auto":
         parts.append(Part("content", constraint.param, _content(constraint, schemas), "content"))
         starts.append("@content")
-    marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
-    section = marks[0]
+    marks = tokenizer.call_marks
     if tools:
         assert conversation is not None, "tools are declared in a conversation"
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
@@ -129,17 +128,17 @@ def compose(
                 shared = named.setdefault((text, takes), name)
                 parts.append(Part(name, tool.param, of_schema(shared, text, white_space=takes), shared))
                 rules.append(f"call{place}: @{shared}")
-        starts.append(f"<[{section}]> calls")
+        starts.append(f"<[{marks[0]}]> calls")
     others = list(dict.fromkeys(part.own for part in parts))
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
-        rules.insert(0, f"start: <[{section}]>? calls")
+        rules.insert(0, f"start: <[{marks[0]}]>? calls")
         return Composed(Grammar(text=_text(rules, others), after=marks), tuple(parts))
     if not thinks:
         rules.insert(0, f"start: {whole}")
         return Composed(Grammar(text=_text(rules, others)), tuple(parts))
     end_think = token("</think>")
-    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{section}]>? calls" if tools else ""))
+    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{marks[0]}]>? calls" if tools else ""))
     after, banned = ((end_think, *marks), ()) if tools else ((end_think,), marks)
     grammar = Grammar(text=_text(rules, others), after=after, banned=(*tokenizer.stop_ids, *banned))
     return Composed(grammar, tuple(parts))
@@ -165,9 +164,7 @@ def bound_thinking(
     if not bounds:
         return None
     end = token("</think>")
-    return Thinking(
-        most=min(bounds), end=end, ends=(end, token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>"))
-    )
+    return Thinking(most=min(bounds), end=end, ends=(end, *tokenizer.call_marks))
 
 
 def dumped(value: Any) -> str:

@@ -1,12 +1,13 @@
-"""Renders a conversation in Kimi's chat format: control tokens with text in between.
+"""Renders a conversation in a model's chat format: control tokens with text in between. Here is Kimi's; DeepSeek's is
+in `chat.deepseek`.
 
 Every message is <|im_ROLE|> name <|im_middle|> body <|im_end|>, with nothing between messages. The models of the family
-differ in four facts, held by `Style`: the default system message, the format of tool declarations, whether assistant
-turns contain <think> blocks, and the opening of an answer.
+differ in four facts, held by `KimiStyle`: the default system message, the format of tool declarations, whether
+assistant turns contain <think> blocks, and the opening of an answer.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,8 @@ from typing import Any, Literal
 import msgspec
 
 from redline.chat.conversation import Conversation, Message, ToolCall
+from redline.chat.deepseek import ASSISTANT, DEEPSEEK_R1, DEEPSEEK_V3
+from redline.chat.style import Style
 from redline.chat.tokenizer import Piece, Special, Tokenizer
 from redline.chat.tools import declare_json, declare_typescript
 from redline.errors import CheckpointError, ContextTooLong
@@ -22,7 +25,7 @@ _KIMI = "You are Kimi, an AI assistant created by Moonshot AI."
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class KimiStyle(Style):
     """The template differences between models of the family."""
 
     system: str | None  # default for a conversation that does not begin with a system message
@@ -39,23 +42,29 @@ class Style:
             return False
         return self.thoughts and (conversation.thinking or self.prefill != "either")
 
-
-K2 = Style(system="You are a helpful assistant", tools="json", thoughts=False, prefill="none")
-K2_THINKING = Style(system=_KIMI, tools="json", thoughts=True, prefill="none")
-K2_6 = Style(system=_KIMI, tools="typescript", thoughts=True, prefill="either")  # K2.5 too
-K2_7 = Style(system=None, tools="typescript", thoughts=True, prefill="think", keeps_thoughts=True)
+    def pieces(self, conversation: Conversation, most: int) -> Iterator[Piece]:
+        return _pieces(conversation, self, most)
 
 
-def style_of(folder: Path) -> Style:
+K2 = KimiStyle(system="You are a helpful assistant", tools="json", thoughts=False, prefill="none")
+K2_THINKING = KimiStyle(system=_KIMI, tools="json", thoughts=True, prefill="none")
+K2_6 = KimiStyle(system=_KIMI, tools="typescript", thoughts=True, prefill="either")  # K2.5 too
+K2_7 = KimiStyle(system=None, tools="typescript", thoughts=True, prefill="think", keeps_thoughts=True)
+
+
+def style_of(folder: Path, chat: str = "kimi") -> Style:
     """The style of a checkpoint folder, from `config.json` and, if present, the chat template.
 
-    `model_type` kimi_k25 covers K2.5, K2.6 and K2.7 with equal configs: it is K2.7 only if there is a template without
-    the default system message (K2.7 inserts none). Text-only kimi_k2 and deepseek_v3 are K2-Thinking if the template
-    contains <think>, or, without a template, if the weights are compressed-tensors (K2-Instruct is fp8). Templates are
-    searched for these words, never run. Raises CheckpointError for other models.
+    chat: the name of the format, one of FORMATS (`ModelSpec.chat`). Templates are searched for words, never run. Raises
+    CheckpointError for other models.
     """
-    config = _read_json(folder / "config.json")
-    template = _template_text(folder)
+    return FORMATS[chat](folder / "config.json", _read_json(folder / "config.json"), _template_text(folder))
+
+
+def _kimi_style(path: Path, config: Mapping[str, Any], template: str) -> Style:
+    """`model_type` kimi_k25 covers K2.5, K2.6 and K2.7 with equal configs: it is K2.7 only if there is a template
+    without the default system message (K2.7 inserts none). Text-only kimi_k2 and deepseek_v3 are K2-Thinking if the
+    template contains <think>, or, without a template, if the weights are compressed-tensors (K2-Instruct is fp8)."""
     match config.get("model_type"):
         case "kimi_k25":
             return K2_7 if template and _KIMI not in template else K2_6
@@ -69,7 +78,25 @@ def style_of(folder: Path) -> Style:
                 return K2_THINKING
             return replace(K2, system=_KIMI) if _KIMI in template else K2
         case other:
-            raise CheckpointError(f"{folder / 'config.json'}: model_type is {other!r}; expected kimi_k25 or kimi_k2")
+            raise CheckpointError(f"{path}: model_type is {other!r}; expected kimi_k25 or kimi_k2")
+
+
+def _deepseek_style(path: Path, config: Mapping[str, Any], template: str) -> Style:
+    """R1 opens an answer with <think>, V3 does not; V3.1's format is another one."""
+    if "thinking is defined" in template:
+        raise CheckpointError(
+            f"{path.parent}: chat template of DeepSeek-V3.1 or later; supported: those of DeepSeek-V3, V3-0324 and R1"
+        )
+    style = DEEPSEEK_R1 if f"{ASSISTANT}<think>" in template else DEEPSEEK_V3
+    separates = not template or r"\n<｜tool▁output▁begin｜>" in template
+    return style if separates else replace(style, separator="")
+
+
+# The chat formats by name: (config.json's path, its content, the template's text) -> style
+FORMATS: Mapping[str, Callable[[Path, Mapping[str, Any], str], Style]] = {
+    "kimi": _kimi_style,
+    "deepseek": _deepseek_style,
+}
 
 
 def encode(conversation: Conversation, tokenizer: Tokenizer, style: Style = K2_6) -> list[int]:
@@ -84,7 +111,7 @@ def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxs
     """
     pieces: list[Piece] = []
     left = most
-    for piece in _pieces(conversation, style, most):
+    for piece in style.pieces(conversation, most):
         left -= len(piece) if isinstance(piece, str) else 0
         if left < 0:
             raise ContextTooLong(f"more than {most} characters")
@@ -95,7 +122,7 @@ def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxs
     return pieces
 
 
-def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Piece]:
+def _pieces(conversation: Conversation, style: KimiStyle, most: int) -> Iterator[Piece]:
     messages = native_ids(conversation.messages)
     declare = declare_json if style.tools == "json" else declare_typescript
     if declared := [tool for tool in conversation.tools if not tool.deferred]:
@@ -138,7 +165,7 @@ def _turn(marker: str, name: str, *body: Piece) -> Iterator[Piece]:
     yield from (Special(f"<|im_{marker}|>"), name, Special("<|im_middle|>"), *body, Special("<|im_end|>"))
 
 
-def _answer(message: Message, reasoning: str, style: Style) -> Iterator[Piece]:
+def _answer(message: Message, reasoning: str, style: KimiStyle) -> Iterator[Piece]:
     if style.thoughts:
         yield from (Special("<think>"), reasoning, Special("</think>"))
     yield message.content
@@ -150,7 +177,7 @@ def _answer(message: Message, reasoning: str, style: Style) -> Iterator[Piece]:
         yield Special("<|tool_calls_section_end|>")
 
 
-def _unfinished(name: str, content: str, reasoning: str, style: Style, *, thinks: bool) -> Iterator[Piece]:
+def _unfinished(name: str, content: str, reasoning: str, style: KimiStyle, *, thinks: bool) -> Iterator[Piece]:
     """An assistant turn that the answer continues: its text, or, if it has no text yet, its reasoning."""
     yield from (Special("<|im_assistant|>"), name, Special("<|im_middle|>"))
     if style.thoughts:

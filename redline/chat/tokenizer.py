@@ -1,8 +1,9 @@
-"""Text to token ids and back, from the two files that every Kimi checkpoint contains.
+"""Text to token ids and back, from a checkpoint's files.
 
-`tiktoken.model` contains the byte-pair ranks; the 256 ids after them are reserved for control tokens, and
-`tokenizer_config.json` names those in use. Control tokens are made by name only (`special`), never by spelling:
-`encode` reads `<|im_end|>` in a user's text as ten ordinary characters.
+Kimi's are two: `tiktoken.model` contains the byte-pair ranks; the 256 ids after them are reserved for control tokens,
+and `tokenizer_config.json` names those in use. Other checkpoints have `tokenizer.json` (`JsonTokenizer`). Control
+tokens are made by name only (`special`), never by spelling: `encode` reads `<|im_end|>` in a user's text as ten
+ordinary characters.
 """
 
 import base64
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tiktoken
 
@@ -24,6 +25,8 @@ from redline.chat.known import KnownTexts, parts
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 
 RESERVED = 256  # ids after the ranks, for control tokens
+ENDS = "[EOS]", "<|im_end|>"  # control tokens with which Kimi ends an answer
+_CALL_MARKS = "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 
 # How Kimi splits text before byte-pair encoding: Han runs, words, numbers of up to three digits, punctuation, space.
 _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -67,14 +70,21 @@ class Tokenizer:
     answer, `config` is the content of tokenizer_config.json and the chat template, if it was read from a folder.
     """
 
-    def __init__(self, ranks: dict[bytes, int], names: dict[int, str], kept: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        ranks: dict[bytes, int],
+        names: dict[int, str],
+        kept: frozenset[int] = frozenset(),
+        ends: Sequence[str] = ENDS,
+    ) -> None:
         """ranks: the bytes of ordinary token 0, 1, 2 ..., in that order. names: the control tokens in use, by id.
 
-        kept: control tokens that stay in plain text (the config's `special: false`, such as `<think>`). Every reserved
-        id without a name is `<|reserved_token_{id}|>`. Raises ConfigError if a name occurs twice, or [EOS] or
-        <|im_end|> is missing.
+        kept: control tokens that stay in plain text (the config's `special: false`, such as `<think>`). ends: those
+        that end an answer. Every reserved id without a name is `<|reserved_token_{id}|>`. Raises ConfigError if a name
+        occurs twice, or one of `ends` is missing.
         """
         first = len(ranks)
+        self.ordinary: Sequence[int] = range(first)  # ids of all tokens that are text
         reserved = range(first, first + RESERVED)
         self._names = {token: names.get(token, f"<|reserved_token_{token}|>") for token in reserved}
         self.specials = {name: token for token, name in self._names.items()}
@@ -89,7 +99,7 @@ class Tokenizer:
             explicit_n_vocab=first + RESERVED,
         )
         self.vocab_size = first + RESERVED
-        self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
+        self.stop_ids = tuple(map(self.special, ends))
         self.skipped = frozenset(reserved) - kept  # left out of text by default
         self.config: dict[str, Any] = {}
 
@@ -101,6 +111,8 @@ class Tokenizer:
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""
+        if not (folder / "tiktoken.model").exists() and (folder / "tokenizer.json").exists():
+            return JsonTokenizer(folder)
         ranks = read_ranks(folder / "tiktoken.model")
         path = folder / "tokenizer_config.json"
         config, names, kept = _read_config(path, len(ranks))
@@ -119,6 +131,11 @@ class Tokenizer:
         if token is None:
             raise ConfigError(f"the tokenizer has no control token {name}")
         return token
+
+    @property
+    def call_marks(self) -> tuple[int, ...]:
+        """The control tokens that begin tool calls: of a section of calls, then of one call; () if there are none."""
+        return tuple(self.specials[mark] for mark in _CALL_MARKS if mark in self.specials)
 
     def name(self, token: int) -> str | None:
         """The name of a control token; None for an ordinary one."""
@@ -146,7 +163,7 @@ class Tokenizer:
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
-        cuts = _cuts(joined)
+        cuts = self._cuts(joined)
         ids: list[int] = []
         end = 0
         for piece in pieces:
@@ -157,11 +174,10 @@ class Tokenizer:
                 start, end = end, end + len(piece)
                 inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
                 for text in _slices(piece, [cut - start for cut in inside]):
-                    for part in (text,) if known is None else parts(text):
+                    for part in (text,) if known is None else self._parts(text):
                         between()
                         _check_length(ids, most)
-                        encode = self._encoding.encode_ordinary
-                        ids += encode(part) if known is None else known.ids(salt, part, encode)
+                        ids += self._text_ids(part) if known is None else known.ids(salt, part, self._text_ids)
         return ids
 
     def encode_with_specials(
@@ -172,11 +188,23 @@ class Tokenizer:
         `most`, `between` and ContextTooLong: as for encode_pieces.
         """
         ids: list[int] = []
-        for part in _slices(text, _cuts(text)):
+        for part in _slices(text, self._cuts(text)):
             between()
             _check_length(ids, most)
-            ids += self._encoding.encode(part, allowed_special="all")
+            ids += self._marked_ids(part)
         return ids
+
+    def _text_ids(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def _marked_ids(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
+
+    def _cuts(self, text: str) -> list[int]:
+        return _cuts(text)
+
+    def _parts(self, text: str) -> Iterable[str]:
+        return parts(text)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token; for a control token its name. Raises RequestError for an invalid token id."""
@@ -187,6 +215,94 @@ class Tokenizer:
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of several tokens, perhaps incomplete characters. Raises RequestError for an invalid token id."""
         return b"".join(map(self.token_bytes, ids))
+
+
+class JsonTokenizer(Tokenizer):
+    """The vocabulary of a `tokenizer.json` of byte-level BPE, such as DeepSeek-V3's, read by the library tokenizers.
+
+    Ids up to config.json's vocab_size that have no token are `<|reserved_token_{id}|>`, as in Kimi's. `json`: the file
+    without its control tokens, which are looked up by name here.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError, which names the file, if it cannot be used."""
+        path = folder / "tokenizer.json"
+        try:
+            import tokenizers
+        except ImportError:
+            raise CheckpointError(f"{path}: needs the library tokenizers: pip install tokenizers") from None
+        content, beside, config = (_json(folder / name) for name in (path.name, "tokenizer_config.json", "config.json"))
+        try:
+            vocabulary: dict[str, int] = content["model"]["vocab"]
+            added: list[dict[str, Any]] = content["added_tokens"]
+            names = {int(entry["id"]): str(entry["content"]) for entry in added}
+            kept = frozenset(int(entry["id"]) for entry in added if not entry["special"])
+            ordinary = {token: spelled for spelled, token in vocabulary.items() if token not in names}
+            text = {token: bytes(map(_BYTES.__getitem__, spelled)) for token, spelled in ordinary.items()}
+            last: Any = beside["eos_token"]
+            end = last if isinstance(last, str) else str(last["content"])
+            self.json = json.dumps({**content, "added_tokens": [], "post_processor": None})
+            self._library = tokenizers.Tokenizer.from_str(self.json)
+        except Exception as error:  # the library raises Exception itself
+            raise CheckpointError(
+                f"{path}: expected a byte-level BPE vocabulary, and eos_token in tokenizer_config.json: {error!r}"
+            ) from None
+        if not set(_BYTES) <= vocabulary.keys():
+            raise CheckpointError(f"{path}: single bytes are missing; expected a byte-level vocabulary")
+        self.vocab_size = max(*names, *text, int(config.get("vocab_size") or 1) - 1) + 1
+        self._names = {
+            token: names.get(token, f"<|reserved_token_{token}|>")
+            for token in range(self.vocab_size)
+            if token not in text
+        }
+        self.specials = {name: token for token, name in self._names.items()}
+        named = {token: name.encode() for token, name in self._names.items()}
+        self._bytes = [(text if token in text else named)[token] for token in range(self.vocab_size)]
+        self.ordinary = sorted(text)
+        self.skipped = frozenset(self._names) - kept
+        self.config = beside
+        self._spelled = re.compile("|".join(map(re.escape, sorted(names.values(), key=len, reverse=True))))
+        try:
+            self.stop_ids = (self.special(end),)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: eos_token: {error}") from None
+        with suppress(OSError, UnicodeDecodeError):
+            self.config["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
+
+    def _text_ids(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def _marked_ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        end = 0
+        for found in self._spelled.finditer(text):
+            ids += [*self._text_ids(text[end : found.start()]), self.specials[found[0]]]
+            end = found.end()
+        return ids + self._text_ids(text[end:])
+
+    def _cuts(self, text: str) -> list[int]:
+        return []
+
+    def _parts(self, text: str) -> Iterable[str]:
+        return (text,)  # where tokens cannot span depends on the file's own expressions
+
+
+# Byte-level BPE spells a byte as one character: printable ones of Latin-1 as themselves, the others from U+0100 on.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [value for value in range(256) if value not in _PRINTABLE]
+_BYTES = {chr(value): value for value in _PRINTABLE} | {chr(0x100 + at): value for at, value in enumerate(_OTHERS)}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected a JSON object") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: expected a JSON object") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return cast("dict[str, Any]", content)
 
 
 class TextStream:

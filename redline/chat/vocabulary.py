@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from redline.chat.tokenizer import Tokenizer
+from redline.chat.tokenizer import JsonTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -18,6 +18,10 @@ def grammar_tokens(tokenizer: Tokenizer, size: int | None = None) -> LLTokenizer
 
     size: of the model's logits; None: the vocabulary size. Raises ImportError if llguidance is missing.
     """
+    if isinstance(tokenizer, JsonTokenizer):
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(tokenizer.json, n_vocab=size or tokenizer.vocab_size, eos_token=list(tokenizer.stop_ids))
     from llguidance.tiktoken import lltokenizer_from_encoding
 
     return lltokenizer_from_encoding(

@@ -1,7 +1,5 @@
 """`redline audit`: reads texts, shows the progress, prints the tables, and lists every excess over a limit."""
 
-from pathlib import Path
-
 import msgspec
 from rich.console import Console
 from rich.table import Table
@@ -10,9 +8,9 @@ from redline.bench.quality.audit_page import audit_page, subtitle
 from redline.bench.quality.texts import read_texts
 from redline.bench.record import provenance
 from redline.cli.console import save_result, say
+from redline.cli.quantize import AuditConfig
 from redline.disk import check_output
 from redline.disk import save as save_file
-from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
 from redline.quant.audit import Audit, Bounds, audit
@@ -22,29 +20,22 @@ from redline.worker.engine import pick_device
 NAMED = 20  # maximum number of excesses printed
 
 
-class AuditConfig(Record, frozen=True, kw_only=True):
-    """The settings of `redline audit`."""
-
-    a: Path
-    b: Path
-    texts: tuple[Path, ...]
-    tokens: int
-    bounds: Bounds
-    save: Path | None
-    html: Path | None
-    device: str | None
-
-
 def run(config: AuditConfig, console: Console) -> int:
     """Returns the exit code: 0, or 1 if a limit is exceeded. Raises ConfigError and CheckpointError."""
     for path in filter(None, (config.save, config.html)):
         check_output(path)
     a, b = Checkpoint.open(config.a), Checkpoint.open(config.b)
     device = pick_device(config.device)
-    _, held_out = halves(read_texts(config.a, config.texts)) if config.tokens else ([], [])
+    _, held_out = halves(read_texts(config.a, config.text)) if config.tokens else ([], [])
     texts = chosen(held_out, config.tokens, a.config.vocab_size) if config.tokens else []
+    bounds = Bounds(
+        weight=config.most_weight_error,
+        output=config.most_output_error,
+        kl=config.most_kl,
+        agreement=config.least_agreement,
+    )
     with Working("audit") as working:
-        found = audit(a, b, texts, config.bounds, device, lambda what, share: working.show(share, 1.0, what=what))
+        found = audit(a, b, texts, bounds, device, lambda what, share: working.show(share, 1.0, what=what))
     origin = provenance("torch")
     if config.html is not None:
         where = [(key, str(value)) for key, value in origin.items()]

@@ -23,7 +23,7 @@ from redline.model.k2.shapes import KIMI_K26
 from redline.progress import Working
 from redline.quant.quantize import plan
 from redline.quant.settings import QuantizeConfig
-from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Layout, Sizes, fit
+from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Layout, MemorySizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 from redline.worker.transfer_paths import aside
@@ -133,7 +133,7 @@ class _Found(NamedTuple):
     folder: Path
     config: K2Config
     files: _Files
-    sizes: Sizes
+    sizes: MemorySizes
     free: int
     layout: Layout | None
     why_not: str
@@ -168,7 +168,7 @@ def _verdict(found: _Found) -> Iterator[str]:
     yield f"verify           redline verify {where}"
 
 
-def _memory(sizes: Sizes, free: int, layout: Layout) -> list[str]:
+def _memory(sizes: MemorySizes, free: int, layout: Layout) -> list[str]:
     """The memory of a server without flags, computed by the server's own code."""
     needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
     lines = needs.explain()[1:]  # without the weights, which are listed above

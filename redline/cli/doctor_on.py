@@ -24,8 +24,8 @@ from redline.bench.step.predict import (
     STEPS,
     SUMS,
     TOKENS,
-    Machines,
-    Step,
+    PredictedRanks,
+    PredictedStep,
     distinct_experts,
     like_kimi,
     long_ms,
@@ -39,7 +39,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
 from redline.policy.synthetic import GOLDEN
-from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
+from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, MemorySizes, fit
 
 LABEL = 17  # columns of a line's label
 WIDEST = 120
@@ -65,7 +65,7 @@ def doctor_on(text: str, folder: Path | None, console: Console) -> int:
     except ConfigError as error:
         raise ConfigError(f"on is {on.name!r}: {error}") from None
     title = "Kimi K2.6" if folder is None else str(folder)
-    machines = Machines(config, on) if like_kimi(config) else None
+    machines = PredictedRanks(config, on) if like_kimi(config) else None
     sections = {
         f"{on.name}: {title}": _verdict(config, on, machines, folder),
         "The machine": _machine(on),
@@ -100,7 +100,7 @@ def say_line(console: Console, name: str, line: str) -> None:
     console.print(whole, highlight=False, soft_wrap=True, markup=False)
 
 
-def _verdict(config: K2Config, on: Several, machines: Machines | None, folder: Path | None) -> Lines:
+def _verdict(config: K2Config, on: Several, machines: PredictedRanks | None, folder: Path | None) -> Lines:
     """Whether the model fits, the speed it would reach, and the commands to run."""
     if not fits(config, on):
         yield "verdict", f"does not fit: {would_do(config)} would do"
@@ -138,7 +138,7 @@ def would_do(config: K2Config) -> str:
     return ", ".join(one.name for one in found if one is not None) or "no machine known here"
 
 
-def capacity(sizes: Sizes, memory: int) -> int:
+def capacity(sizes: MemorySizes, memory: int) -> int:
     """The tokens of context that fit into all the remaining memory."""
     try:
         length = fit(sizes, memory, alone=True).max_model_len
@@ -158,8 +158,8 @@ def _machine(on: Several) -> Lines:
     yield "words", MARKS
 
 
-def _sizes(config: K2Config, on: Several, kv_dtype: str, drafter: Eagle3Config | None = None) -> Sizes:
-    return Sizes(
+def _sizes(config: K2Config, on: Several, kv_dtype: str, drafter: Eagle3Config | None = None) -> MemorySizes:
+    return MemorySizes(
         config, kv_dtype=KV_DTYPES[kv_dtype], device="cuda", gpu_kernels=True, ranks=on.count,
         positions=1 if drafter is None else 1 + MOST_DRAFTS, drafter=drafter,
         drafter_parameters=0 if drafter is None else drafter_weights(drafter),
@@ -217,7 +217,7 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
     return f", of which a rank holds {_gb(2 * held)}" if ranks > 1 else ""
 
 
-def _pages(sizes: Sizes, memory: int) -> str:
+def _pages(sizes: MemorySizes, memory: int) -> str:
     """The tokens of context that fit into all the remaining memory, as one line."""
     tokens = capacity(sizes, memory)
     if not tokens:
@@ -231,7 +231,7 @@ def _pages(sizes: Sizes, memory: int) -> str:
     )
 
 
-def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
+def _does_not_fit(config: K2Config, sizes: MemorySizes, memory: int) -> str:
     needs = sizes.needs(PAGE_TOKENS)
     return (
         f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {would_do(config)} would do. "
@@ -239,7 +239,12 @@ def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
     )
 
 
-def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: dict[int, tuple[Step, float]]) -> Lines:
+def _summary(
+    on: Several,
+    steps: list[PredictedStep],
+    longer: dict[str, PredictedStep],
+    rounds: dict[int, tuple[PredictedStep, float]],
+) -> Lines:
     yield "", f"{'':<26}{'floor':>7}{'INT4':>8}{'tokens/s':>10}{'NVFP4':>8}{'tokens/s':>10}{'measured':>10}"
     measured = on.chip.name == "H200"
     for step in steps:
@@ -277,7 +282,7 @@ def _row(of: str, floor: float | None, ms: float, nvfp4: float, tokens: float, t
     return f"{of:<26}{low:>7}{speeds}{beside:>10}".rstrip()
 
 
-def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Lines:
+def _steps(machines: PredictedRanks, steps: list[PredictedStep], longer: dict[str, PredictedStep]) -> Lines:
     on, c = machines.on, machines.config
     named = {_tokens(step.rows): step for step in steps} | {f"1, long, {key}": step for key, step in longer.items()}
     for name, step in named.items():
@@ -324,7 +329,7 @@ def _columns(on: Several) -> str:
     return f"GB / TB/s = floor + whole + kept + divided / {on.count} + sums = step"
 
 
-def _sum(machines: Machines, step: Step) -> str:
+def _sum(machines: PredictedRanks, step: PredictedStep) -> str:
     on = machines.on
     speed = on.chip.reads.value / 1e12
     floor, above = (
@@ -340,7 +345,7 @@ def _tokens(count: int) -> str:
     return f"{count} token{'s' * (count > 1)}"
 
 
-def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
+def _rounds(machines: PredictedRanks, rounds: dict[int, tuple[PredictedStep, float]]) -> Lines:
     on = machines.on
     for step, drafting in rounds.values():
         ms = step.ms + drafting

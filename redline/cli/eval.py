@@ -9,32 +9,21 @@ import msgspec
 from rich.console import Console
 
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.kept import Kept
+from redline.bench.quality.kept import KeptAnswers
 from redline.bench.quality.quality import caption, grade_all, table
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
+from redline.cli.verbs import GradeConfig
 from redline.disk import check_output
-from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of
 
 KEPT = "the answers so far are kept; run the same command to resume"
 CONTEXT = 8192  # tokens: the longest evaluation prompt with its answer
-
-
-class GradeConfig(Record, frozen=True):
-    """The settings of `redline eval`."""
-
-    folder: Path  # the checkpoint's folder
-    sets: Path | None = None  # a folder of prompts; None: FOLDER/eval
-    limit: int | None = None  # maximum prompts of each kind of each set; None: all
-    run_code: bool = False  # run the functions that the model writes
-    against: Path | None = None  # a second checkpoint's folder
-    kv_dtype: str = "bf16"  # of the KV cache
-    save: Path | None = None  # file for the report
 
 
 def run(config: GradeConfig, console: Console) -> int:
@@ -46,20 +35,20 @@ def run(config: GradeConfig, console: Console) -> int:
     for folder in filter(None, (config.folder, config.against)):
         Checkpoint.open(folder)
         Tokenizer.open(folder)
-        style_of(folder)
+        style_of(folder, spec_of(folder).chat)
     if config.save is not None:
         check_output(config.save)
     return until_interrupted(lambda: _run(config, console), console, KEPT)
 
 
 def _run(config: GradeConfig, console: Console) -> int:
-    opened: list[Kept] = []
+    opened: list[KeptAnswers] = []
 
     @contextmanager
-    def answerer(folder: Path) -> Generator[Kept]:
+    def answerer(folder: Path) -> Generator[KeptAnswers]:
         with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=config.kv_dtype)) as engine:
             file = _state() / f"eval-{engine.fingerprint[:16]}-{config.kv_dtype}.jsonl"
-            opened.append(Kept(Greedy(engine), file))
+            opened.append(KeptAnswers(Greedy(engine), file))
             yield opened[-1]
 
     with Working("answers") as working:

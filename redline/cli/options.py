@@ -4,27 +4,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import Meta
 
+from redline.cli.flags import Argument, Flag
 from redline.folder import check_drafter, check_model
+from redline.worker import config
 
-SYNTHETIC = (
-    "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
-    "share of rounds in which the first 1, 2, 3 drafts are all accepted; 2.88: the mean tokens per round. Answers are "
-    "not the model's, so the server listens on localhost only. Default: real verification."
-)
+SYNTHETIC = f"{config.SYNTHETIC} Default: real verification."
 
 
 def model(context: typer.Context, folder: Path | None) -> Path | None:
     """Callback of an argument: checks that the folder contains a model, before torch is imported."""
     if folder is not None and not context.resilient_parsing:
         check_model(folder)
-    return folder
-
-
-def geometry(context: typer.Context, folder: Path | None) -> Path | None:
-    """As `model`, but config.json is enough."""
-    if folder is not None and not context.resilient_parsing:
-        check_model(folder, weights=False)
     return folder
 
 
@@ -39,3 +31,10 @@ Folder = Annotated[
     Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tiktoken.model.", callback=model)
 ]
 Drafter = Annotated[Path, typer.Option(help="The drafter's folder.", callback=drafter)]
+ModelFolder = Annotated[
+    Path,
+    Meta(description="A checkpoint's folder: config.json, *.safetensors, tiktoken.model."),
+    Argument(check=check_model),
+]
+DrafterFolder = Annotated[Path, Meta(description="The drafter's folder."), Flag(check=check_drafter)]
+Device = Annotated[str | None, Meta(description="cpu or cuda. Default: the GPU, if there is one.")]

@@ -1,71 +1,81 @@
-"""`redline simulate`: its flags, and their conversion to a configuration."""
+"""`redline simulate`: its flags."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from msgspec import Meta
 
 from redline.cli.console import plain_console
+from redline.cli.flags import Argument, AtLeast1, Flag
+from redline.messages.base import Record
+
+Seconds = Annotated[float, Meta(ge=1)]
 
 
-def simulate(
+class SimulateConfig(Record, frozen=True):
+    """The settings of `redline simulate`."""
+
     trace: Annotated[
         str,
-        typer.Argument(
-            metavar="TRACE",
-            help="A file in Mooncake's format (JSONL: timestamp, input_length, output_length, hash_ids), or a "
-            "synthetic one: KIND:SECONDS@REQUESTS_A_SECOND with commas between phases; kinds: chat, documents, agents.",
+        Meta(
+            description="A file in Mooncake's format (JSONL: timestamp, input_length, output_length, hash_ids), or a "
+            "synthetic one: KIND:SECONDS@REQUESTS_A_SECOND with commas between phases; kinds: chat, documents, agents."
         ),
-    ],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the whole fleet, a multiple of the worker's.")] = 64,
+        Argument(metavar="TRACE"),
+    ]
+    gpus: Annotated[AtLeast1, Meta(description="GPUs of the whole fleet, a multiple of the worker's.")] = 64
     worker: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="The worker model: a name, or a JSON file (docs/routing.md).")
-    ] = "kimi-8xh200",
+        str, Meta(description="The worker model: a name, or a JSON file (docs/routing.md)."), Flag(metavar="NAME|FILE")
+    ] = "kimi-8xh200"
     roles: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="auto|both|P:D",
-            help="auto: chosen from the traffic, as in a server. both: every worker runs prefill and decode. P:D: P "
-            "prefill workers and D decode workers. Repeat it to compare several. Default: auto.",
+        tuple[str, ...],
+        Meta(
+            description="auto: chosen from the traffic, as in a server. both: every worker runs prefill and decode. "
+            "P:D: P prefill workers and D decode workers. Repeat it to compare several. Default: auto."
         ),
-    ] = None,
+        Flag(metavar="auto|both|P:D"),
+    ] = ("auto",)
     prompts: Annotated[
         Literal["predicted", "remote", "local"],
-        typer.Option(help="Where prompts are prefilled, if there are prefill workers."),
-    ] = "predicted",
+        Meta(description="Where prompts are prefilled, if there are prefill workers."),
+    ] = "predicted"
     goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[CLASS.]NAME:MS",
-            help="SLO targets of a good request: ttft and itl, such as ttft:2000, or documents.ttft:8000 for one "
-            "class. Default: ttft:2000 and itl:50.",
+        tuple[str, ...],
+        Meta(
+            description="SLO targets of a good request: ttft and itl, such as ttft:2000, or documents.ttft:8000 for "
+            "one class. Default: ttft:2000 and itl:50."
         ),
-    ] = None,
+        Flag(metavar="[CLASS.]NAME:MS"),
+    ] = ()
     price: Annotated[
-        float | None, typer.Option(min=0, help="Price of a GPU per hour. Default: costs are in GPU-hours.")
-    ] = None,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two role decisions, with auto.")] = 5.0,
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="Price of a GPU per hour. Default: costs are in GPU-hours."),
+    ] = None
+    every: Annotated[Seconds, Meta(description="Seconds between two role decisions, with auto.")] = 5.0
     least: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Minimum number of workers, with auto; more are started and stopped with the traffic, up to all of "
-            "--gpus. Default: all run.",
+        AtLeast1 | None,
+        Meta(
+            description="Minimum number of workers, with auto; more are started and stopped with the traffic, up to "
+            "all of --gpus. Default: all run."
         ),
-    ] = None,
-    start: Annotated[float, typer.Option(min=0, help="Seconds to start a worker, with --least.")] = 120.0,
+    ] = None
+    start: Annotated[float, Meta(ge=0, description="Seconds to start a worker, with --least.")] = 120.0
     spare: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds for which fewer workers must suffice before one is stopped, with --least."),
-    ] = 300.0,
+        Seconds,
+        Meta(description="Seconds for which fewer workers must suffice before one is stopped, with --least."),
+    ] = 300.0
     time_scale: Annotated[
-        float, typer.Option(min=0.001, help="Factor for the times of the trace: 0.5 is twice the load.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed, also of a synthetic trace.")] = 1,
-    keep_trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated trace.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of tables.")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a self-contained page with plots.")] = None,
-) -> None:
+        float, Meta(ge=0.001, description="Factor for the times of the trace: 0.5 is twice the load.")
+    ] = 1.0
+    seed: Annotated[int, Meta(ge=0, description="Random seed, also of a synthetic trace.")] = 1
+    keep_trace: Annotated[Path | None, Meta(description="Write the simulated trace."), Flag(metavar="FILE")] = None
+    json: Annotated[bool, Meta(description="Print the figures as JSON instead of tables.")] = False
+    html: Annotated[Path | None, Meta(description="Write a self-contained page with plots."), Flag(metavar="FILE")] = (
+        None
+    )
+
+
+def simulate(config: SimulateConfig) -> int:
     """Simulate a fleet on a trace, on one core: cost, goodput and the ratio of roles over time.
 
     \b
@@ -78,24 +88,6 @@ def simulate(
     An hour of 2,000 GPUs on a recorded trace:
       redline simulate trace.jsonl --gpus 2000 --price 2.5
     """
-    from redline.cli.simulate_run import SimulateConfig, run
+    from redline.cli.simulate_run import run
 
-    config = SimulateConfig(
-        trace=trace,
-        gpus=gpus,
-        worker=worker,
-        roles=tuple(roles or ("auto",)),
-        way=prompts,
-        goodput=tuple(goodput or ()),
-        price=price,
-        every_s=every,
-        least=least,
-        start_s=start,
-        spare_s=spare,
-        time_scale=time_scale,
-        seed=seed,
-        keep_trace=keep_trace,
-        json=json,
-        html=html,
-    )
-    raise typer.Exit(run(config, plain_console()))
+    return run(config, plain_console())

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
-from redline.simulate.figures import Bucket, Change, Figures
+from redline.simulate.figures import Change, Figures, FleetInterval
 
 COLUMNS = (
     "roles",
@@ -47,12 +47,12 @@ def cells(each: Figures) -> tuple[str, ...]:
     )
 
 
-def roles_of(each: Bucket | Change) -> str:
+def roles_of(each: FleetInterval | Change) -> str:
     """The number of prefill and decode workers, or of workers with both roles."""
     return f"{each.both} both" if each.both else f"{each.prefill} : {each.decode}"
 
 
-def _over_time(name: str, run: Figures, value: Callable[[Bucket], float]) -> Series:
+def _over_time(name: str, run: Figures, value: Callable[[FleetInterval], float]) -> Series:
     """A figure of a run over time."""
     pieces = run.over_time
     return Series(name=name, x=tuple(one.at_s for one in pieces), y=tuple(map(value, pieces)), style="steps")

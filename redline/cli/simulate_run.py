@@ -13,6 +13,7 @@ from rich.table import Table
 from redline.bench.record import provenance
 from redline.bench.serving.page import render
 from redline.cli.console import say, until_interrupted
+from redline.cli.simulate import SimulateConfig
 from redline.cli.simulate_page import COLUMNS, cells, roles_of, sections
 from redline.disk import check_output, save
 from redline.errors import ConfigError
@@ -21,10 +22,10 @@ from redline.policy.expected import Roles, WorkerModel
 from redline.policy.targets import Targets
 from redline.progress import Working
 from redline.simulate import traces
-from redline.simulate.figures import Bucket, Figures, figures
-from redline.simulate.fleet import Counted, Setting, Simulation, Way
+from redline.simulate.figures import Figures, FleetInterval, figures
+from redline.simulate.fleet import AutoscaleLimits, Setting, Simulation
 from redline.simulate.models import worker_model
-from redline.simulate.traces import KINDS, Phase, Request
+from redline.simulate.traces import KINDS, Phase, TracedRequest
 
 DEFAULT = Targets(ttft_s=2.0, itl_s=0.05)
 MOST_WORKERS = 20_000
@@ -32,27 +33,6 @@ MOST_SECONDS = 7 * 24 * 3600.0
 ROWS = 20  # maximum rows of the table over time
 _PHASE = re.compile(r"([a-z]+):([0-9.]+)@([0-9.]+)")
 _GOAL = re.compile(r"(?:(.+)\.)?(ttft|itl):([0-9.]+)")
-
-
-class SimulateConfig(Record, frozen=True):
-    """The settings of `redline simulate`."""
-
-    trace: str
-    gpus: int
-    worker: str
-    roles: tuple[str, ...]
-    way: Way = "predicted"
-    goodput: tuple[str, ...] = ()
-    price: float | None = None
-    every_s: float = 5.0
-    least: int | None = None
-    start_s: float = 120.0
-    spare_s: float = 300.0
-    time_scale: float = 1.0
-    seed: int = 1
-    keep_trace: Path | None = None
-    json: bool = False
-    html: Path | None = None
 
 
 class Result(Record, frozen=True):
@@ -123,13 +103,13 @@ def _played(
     workers = _workers(config.gpus, model)
     counted = None
     if roles is None and config.least is not None:
-        counted = Counted(config.least, workers, config.start_s, config.spare_s)
+        counted = AutoscaleLimits(config.least, workers, config.start, config.spare)
     setting = Setting(
         model=model,
         roles=roles or Roles(both=workers if counted is None else counted.least),
         targets=targets,
-        way=config.way,
-        plan_s=config.every_s if roles is None else None,
+        way=config.prompts,
+        plan_s=config.every if roles is None else None,
         seed=config.seed,
         counted=counted,
     )
@@ -146,7 +126,7 @@ class _Trace:
     def __init__(self, config: SimulateConfig) -> None:
         self._scale, self._seed = config.time_scale, config.seed
         self._phases = phases(config.trace)
-        self._read: list[Request] = [] if self._phases else traces.read(Path(config.trace))
+        self._read: list[TracedRequest] = [] if self._phases else traces.read(Path(config.trace))
         last = sum(phase.seconds for phase in self._phases) if self._phases else self._read[-1].at_s
         self.seconds = max(1.0, last * self._scale)
         if self.seconds > MOST_SECONDS:
@@ -155,8 +135,8 @@ class _Trace:
                 "smaller --time-scale"
             )
 
-    def requests(self) -> Iterator[Request]:
-        requests: Iterable[Request] = traces.made(self._phases, self._seed) if self._phases else self._read
+    def requests(self) -> Iterator[TracedRequest]:
+        requests: Iterable[TracedRequest] = traces.made(self._phases, self._seed) if self._phases else self._read
         return (request._replace(at_s=request.at_s * self._scale) for request in requests)
 
 
@@ -252,5 +232,5 @@ def _over_time(each: Figures) -> Table:
     return table
 
 
-def _mean(some: Sequence[Bucket], name: str) -> float:
+def _mean(some: Sequence[FleetInterval], name: str) -> float:
     return sum(getattr(each, name) for each in some) / len(some)

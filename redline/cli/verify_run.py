@@ -7,9 +7,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from redline.bench.serving.target import Target
-from redline.bench.verify.report import Problem, Report
-from redline.bench.verify.tool_calls import Counts, ask_all, read_requests
+from redline.bench.serving.target import ServerTarget
+from redline.bench.verify.report import Problem, VerifyReport
+from redline.bench.verify.tool_calls import CallCounts, ask_all, read_requests
 from redline.bench.verify.verify import Progress, verify
 from redline.cli.bench.options import address
 from redline.cli.console import save_result, say
@@ -59,7 +59,7 @@ def check_folder(checks: FolderChecks, console: Console) -> int:
     return int(not report.sound)
 
 
-def _print(report: Report, console: Console) -> None:
+def _print(report: VerifyReport, console: Console) -> None:
     read = f"{len(report.shards):,} shards, {human(report.bytes)}, {report.tensors:,} tensors"
     if report.sound:
         but = f", but {len(report.unchecked)} checks were not made" if report.unchecked else ""
@@ -100,7 +100,7 @@ def _of(file: str, problems: Sequence[Problem]) -> Iterator[str]:
     yield from dict.fromkeys(f"  fix: {problem.fix}" for problem in problems)
 
 
-def _measured(report: Report) -> Iterator[str]:
+def _measured(report: VerifyReport) -> Iterator[str]:
     if sum(report.codes):
         shares = " ".join(f"{count / sum(report.codes):.1%}" for count in report.codes)
         yield f"\nINT4 codes 0 to 15: {shares}"
@@ -124,7 +124,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _layers(report: Report) -> Table:
+def _layers(report: VerifyReport) -> Table:
     table = Table("layer", "kind", "bytes", "error", "limit", "tokens", "near ties", "load, s", "step, ms")
     for layer in report.layers:
         if layer.why_not:
@@ -142,7 +142,7 @@ def check_server(checks: ServerChecks, console: Console) -> int:
     check_output(checks.save)
     asked = read_requests(checks.requests)
     url, headers = address(checks.url, "--server")
-    target = Target(base_url=url, model=checks.model or "", key=checks.key, headers=headers)
+    target = ServerTarget(base_url=url, model=checks.model or "", key=checks.key, headers=headers)
     with Working("tool calls") as working:
         report = ask_all(asked, target, checks.max_concurrency, lambda done: working.show(done, len(asked)))
     _print_counts(report.counts, report.model, url, console)
@@ -154,7 +154,7 @@ def check_server(checks: ServerChecks, console: Console) -> int:
     return int(bool(report.wrong))
 
 
-def _print_counts(counts: Counts, model: str, url: str, console: Console) -> None:
+def _print_counts(counts: CallCounts, model: str, url: str, console: Console) -> None:
     wrong = sum(counts.wrong.values())
     verdict = f"{counts.valid:,} of {counts.calls:,} calls are valid; {counts.requests:,} requests"
     failed = f", {counts.failed:,} failed" if counts.failed else ""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from redline import clock
 from redline.api.admin import worker_of
@@ -14,7 +15,7 @@ from redline.api.telemetry.metrics import EXPOSED_S
 from redline.api.telemetry.metrics_aggregator import MetricsAggregator, packed
 from redline.deploy.fleet import Fleet, ReplicaStart
 from redline.messages.news import Role
-from redline.messages.replicas import Ask, Told
+from redline.messages.replicas import ReplicaQuery, ReplicaReply
 
 SUPERVISOR = "supervisor"  # replica name under which the supervisor's own metrics are merged
 
@@ -43,7 +44,7 @@ class AdminAggregator:
 
     async def status(self) -> dict[str, Any]:
         """As `api.admin.status_of`, merged over all replicas, with the numbers of each replica under "replicas"."""
-        fleet, links = self._fleet, self._fleet.links
+        fleet, links = self._fleet, self._fleet.workers
         told = [
             (start, None if said is None else msgspec.json.decode(said)) for start, said in await self._ask("status")
         ]
@@ -61,7 +62,7 @@ class AdminAggregator:
             },
             "running": sum(said["running"] for said in answers),
             "workers": {
-                link.name: {**worker_of(links, link), "jobs": sum(_jobs(said, link.name) for said in answers)}
+                link.name: replace(worker_of(links, link), jobs=sum(_jobs(said, link.name) for said in answers))
                 for link in links
             },
             "sla": _promises(answers),
@@ -115,7 +116,7 @@ class AdminAggregator:
 
     @property
     def _known(self) -> str:
-        return ", ".join(link.name for link in self._fleet.links)
+        return ", ".join(link.name for link in self._fleet.workers)
 
     async def profile(self, seconds: float) -> bytes:
         """Raises Refusal: only a process that has the API and receives all workers' messages can record a profile."""
@@ -134,15 +135,15 @@ class AdminAggregator:
         """A replica's start has ended; its counters stay in the sums."""
         self._summed.ended(of)
 
-    def answer(self, start: ReplicaStart, ask: Ask) -> None:
+    def answer(self, start: ReplicaStart, ask: ReplicaQuery) -> None:
         """Answer a replica's query."""
         self._keep(asyncio.create_task(self._told(start, ask)))
 
-    async def _told(self, start: ReplicaStart, ask: Ask) -> None:
+    async def _told(self, start: ReplicaStart, ask: ReplicaQuery) -> None:
         assert ask.what == "metrics", f"no replica asks for {ask.what}"
         text = await self.scrape()
         if start.name in self._fleet.replicas:  # the replica may have ended while metrics were collected
-            start.outbox.put(Told(number=ask.number, body=text))
+            start.outbox.put(ReplicaReply(number=ask.number, body=text))
 
     async def _reload(self) -> None:
         await self.reload()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from redline.deploy.supervisor import WorkerStatus
 from redline.messages.news import Role
-from redline.policy.count import Count, Limits, Look, choose_count, forgotten
+from redline.policy.count import Count, Look, ScalingLimits, choose_count, forgotten
 from redline.router.roles import can_answer
 from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 
@@ -68,13 +68,13 @@ class Autoscaler:
         return [seat for seat in self._crew.seats if seat.state in ("starting", "ready")]
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ScalingLimits:
         """The present limits. If no worker runs on demand, 1 to MOST, so that the number wanted is still computed."""
         seats = self._crew.seats
         could = [seat for seat in seats if seat.state != "given up" and not self._left_out(seat)]
         least = sum(not seat.spare for seat in seats) if self.any else 1
         most = max(least, len(could)) if self.any else MOST
-        return Limits(least, most, self._spare_s, self._links.start_s)
+        return ScalingLimits(least, most, self._spare_s, self._links.start_s)
 
     def saw(self, workers: int) -> None:
         """An evaluation found that `workers` are needed."""
@@ -134,7 +134,7 @@ class Autoscaler:
     def _may_go(self, link: WorkerHandle) -> bool:
         """Whether another live worker can answer, and this one is not switching roles or draining."""
         others = [other for other in self._links if other is not link and can_answer(self._links, other)]
-        return bool(others) and link.turning is None and not link.draining
+        return bool(others) and link.switching_since is None and not link.draining
 
     def _judge(self) -> None:
         """Record which starts have succeeded or failed."""

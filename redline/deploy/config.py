@@ -1,88 +1,4 @@
-"""A deployment: one TOML file, or one checkpoint folder and flags. An absent key is off, or its value is derived.
-
-weights = "weights/kimi-k2.6"          # the only required key
-
-host = "127.0.0.1"
-port = 8000
-api_replicas = 2                       # API processes that share the port; default 1
-served_model_name = ["kimi-k2.6"]      # default: the folder's name
-keys_file = "keys.txt"                 # names and API keys, one per line; absent: requests need no key
-responses_file = "responses.sqlite"   # where /v1/responses stores responses; absent: they are not stored
-reasoning_field = "reasoning_content"  # field with the reasoning of a chat's answer; or "reasoning", as in newer vLLM
-cors_origins = ["https://chat.example"]   # other origins whose pages may send requests (CORS); absent: none
-log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
-access_log = "json"                    # each request's line is a JSON object; or "text"
-drain_s = 30                           # seconds that running answers get to finish once the server stops
-admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: any free port, with a key
-                                       # printed at the start; no admin port if keys_file is set or host is not loopback
-admin_keys_file = "admin-keys.txt"     # keys that the admin routes accept
-metrics_port = 9090                    # serves /metrics on `host` without a key too; absent: no such port
-page = false                           # no page at /; default: a page, which asks for a key if keys_file is set
-unix_socket = "/run/redline.sock"      # replaces host and port
-tls_cert = "cert.pem"                  # HTTPS; with tls_key
-tls_key = "key.pem"
-
-[per_key]                              # default rate limits of each name in keys_file
-requests_per_s = 10
-concurrency = 16
-tokens_per_minute = 200000
-tokens_per_day = 50000000
-
-[requests]
-default_max_tokens = 4096              # max_tokens of a request that sets none; absent: up to the context length
-most_max_tokens = 32768                # highest max_tokens that a request may set
-timeout_s = 600                        # seconds from a request's arrival to its last token
-queue_tokens = 500000                  # prompt tokens that may be queued before new requests get 503
-
-[sla.default]                          # SLO targets of requests; absent: no targets, and attainment is not counted
-ttft_ms = 2000                         # time to the first token
-itl_ms = 50                            # inter-token latency
-
-[sla.interactive]                      # SLO targets of the keys with sla=interactive in keys_file
-ttft_ms = 500
-itl_ms = 30
-
-[steer]                                # switches roles of workers to follow the traffic; absent: roles are fixed
-every_s = 5                            # seconds between two evaluations of the traffic
-spare_s = 300                          # seconds for which fewer workers must suffice before one is stopped
-
-[engine]
-kv_memory = "8GB"
-max_model_len = 65536
-step_ms = 80                           # limit in ms of a step that mixes prefill and decode; absent: no limit
-kv_dtype = "fp8"                       # default bf16
-host_memory = "32GB"                   # per worker, KV offload tier for pages evicted from kv_memory; absent: none
-disk = "pages"                         # folder of the disk tier, for pages evicted from host_memory; absent: none
-disk_size = "500GB"                    # per worker, size of the disk tier; with disk
-
-[engine.speculation]                   # speculative decoding; absent: none
-type = "learned"                       # a drafter trained for this model; or "suffix", which needs none
-drafter = "weights/kimi-k2.6-eagle3"   # the drafter's folder
-head_bits = 8                          # bits per weight of the drafter's head; default 16
-
-[handoff]
-transport = "nixl"                     # transport for KV transfers between workers; default "auto"
-
-[cluster]                              # other machines; absent: all workers are on this one
-listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
-key_file = "cluster.key"               # a secret that all machines share
-
-[events]                               # KV cache events, for routers that read vLLM's format; absent: not published
-endpoint = "tcp://127.0.0.1:5557"      # address of the first worker; the next worker has the next port
-replay = "tcp://127.0.0.1:5657"        # address for requests to replay missed events; absent: no replay
-topic = "kv"                           # topic of each message; default: empty
-
-[[workers]]                            # one table per kind of worker; absent: one worker that does everything
-role = "prefill"                       # computes prompts for decode workers; or "decode", or "both"
-count = 1
-least = 1                              # the first `least` of them always run; [steer] starts and stops the others
-devices = [0, 1]                       # GPUs, divided among the `count` workers; absent: all visible GPUs
-cores = [0]                            # CPU cores that each worker may use; absent: all
-engine = { step_tokens = 4096 }        # keys that differ from [engine]
-at = "gpu-1"                           # the name of the machine's agent; absent: this machine
-weights = "/srv/kimi-k2.6"             # the checkpoint's folder on that machine; absent: the same path as here
-drafter = "/srv/kimi-k2.6-eagle3"      # the drafter's folder on that machine; absent: the same path as here
-"""
+"""A deployment: one TOML file, or one checkpoint folder and flags. docs/serve.md lists the keys, from these records."""
 
 import difflib
 import os
@@ -90,7 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -99,10 +15,9 @@ from redline.api.auth.access import is_loopback
 from redline.api.config import DEFAULT_SLA, Count, KeyLimits, Limits, Sla
 from redline.deploy.cluster import check_listen
 from redline.errors import ConfigError
-from redline.messages.base import Record, explained
+from redline.messages.base import Record, bounds_of, explained, parts, setting
 from redline.messages.news import Role
 from redline.policy.synthetic import read_acceptance
-from redline.scheduler.config import MOST_STEP_TOKENS
 from redline.transport.choice import WITHIN_A_HOST, TransportName, check_installed
 from redline.worker.config import (
     HEAD_BITS,
@@ -116,24 +31,9 @@ from redline.worker.config import (
 )
 
 ADMIN_HOST = "127.0.0.1"  # the admin routes are reachable from this machine only; use a proxy or a tunnel from others
-MOST_DRAFTS = 15  # draft tokens of one row in a step; more never pay
-LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # range of step_ms, the time limit of a mixed step
 MOST_REPLICAS = 16  # of the API; every worker sends its status messages to each replica
 
-# Upper bounds of the number keys. Except for step_tokens, the machine or the model sets a limit far below these.
-_MOST = {
-    "kv_memory": 2**50,
-    "host_memory": 2**50,
-    "disk_size": 2**60,
-    "max_model_len": 2**31,
-    "max_running": 4096,
-    "admit_together": 4096,
-    "step_tokens": MOST_STEP_TOKENS,
-    "ranks": 8,
-    "random_weights": 1000,
-}
-
-_SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be strings such as 8GB
+SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be strings such as 8GB
 
 _FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
 
@@ -143,20 +43,35 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class Requests(Record, frozen=True):
-    """Limits of every request; `redline.api.config.Limits` documents the fields."""
+    """Limits of every request; `redline.api.config.Limits` has the same fields."""
 
-    default_max_tokens: Count | None = None
-    most_max_tokens: Count | None = None
-    timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
-    queue_tokens: Count = Limits().queue_tokens
+    default_max_tokens: Annotated[
+        Count | None,
+        setting("`max_tokens` of a request that sets none", absent="up to the context length", example=4096),
+    ] = None
+    most_max_tokens: Annotated[
+        Count | None,
+        setting("highest `max_tokens` that a request may set", absent="up to the context length", example=32768),
+    ] = None
+    timeout_s: Annotated[
+        Annotated[float, Meta(ge=0.001, le=86400)] | None,
+        setting("seconds from a request's arrival to its last token, then 504", absent="no limit", example=600.0),
+    ] = None
+    queue_tokens: Annotated[Count, setting("prompt tokens that may wait for a first token; beyond them 503")] = (
+        Limits().queue_tokens
+    )
 
 
 class Handoff(Record, frozen=True):
     """KV transfer between prefill and decode workers."""
 
-    # "peer": from GPU to GPU of one host. "shared": through shared memory of one host. "auto": "peer" if both workers
-    # support it, else "shared". "nixl": NIXL, from host memory to host memory.
-    transport: TransportName = "auto"
+    transport: Annotated[
+        TransportName,
+        setting(
+            "`peer`: from GPU to GPU of one host; `shared`: through shared memory of one host; `auto`: `peer` if both "
+            "workers support it, else `shared`; `nixl`: NIXL, also between machines"
+        ),
+    ] = "auto"
 
 
 Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
@@ -165,29 +80,58 @@ Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
 class Steer(Record, frozen=True):
     """Role switches and autoscaling: the roles and the number of workers follow the traffic (`role_controller`)."""
 
-    every_s: Seconds = 5.0  # between two evaluations
-    window_s: Seconds = 60.0  # of recent traffic that an evaluation uses
-    rest_s: Seconds = 30.0  # minimum between two changes
-    horizon_s: Seconds = 300.0  # over which a change has to pay for itself
-    spare_s: Seconds = 300.0  # for which fewer workers must suffice before one is stopped
+    every_s: Annotated[Seconds, setting("seconds between two evaluations of the traffic")] = 5.0
+    window_s: Annotated[Seconds, setting("seconds of recent traffic that are evaluated")] = 60.0
+    rest_s: Annotated[Seconds, setting("least seconds between two changes")] = 30.0
+    horizon_s: Annotated[Seconds, setting("seconds within which a change must pay for itself")] = 300.0
+    spare_s: Annotated[Seconds, setting("seconds for which fewer workers must suffice before one is stopped")] = 300.0
 
 
 class Cluster(Record, frozen=True):
     """Machines other than the one that serves the API."""
 
-    listen: str  # ADDRESS:PORT, where agents join; ADDRESS is the one by which other machines reach this machine
-    key_file: str  # the secret that all machines share; if Ray starts the agents, at the same path on each machine
-    kind: Literal["agents", "ray"] = "agents"  # "agents": an operator starts them; "ray": Ray starts one per worker
+    listen: Annotated[
+        str,
+        setting(
+            "IPv4 address and port where agents join; the address by which other machines reach this one",
+            example="10.0.0.1:7600",
+        ),
+    ]
+    key_file: Annotated[
+        str,
+        setting(
+            "secret shared by all machines, at least 32 characters, not readable by every user; with Ray at the same "
+            "path on each machine",
+            example="cluster.key",
+        ),
+    ]
+    kind: Annotated[
+        Literal["agents", "ray"],
+        setting(
+            "`agents`: an operator starts the agents; `ray`: Ray starts one per worker (`pip install 'redline[ray]'`)"
+        ),
+    ] = "agents"
 
 
-class Events(Record, frozen=True):
+class KvEvents(Record, frozen=True):
     """Where workers publish KV cache events in vLLM's format. Subscribers need no key."""
 
-    endpoint: (
-        str  # tcp://ADDRESS:PORT or ipc://PATH, of the first worker; the others have the next ports, or PATH.1 ...
-    )
-    replay: str | None = None  # an address in the same form; None: missed events are not sent again
-    topic: str = ""  # of each message
+    endpoint: Annotated[
+        str,
+        setting(
+            "`tcp://ADDRESS:PORT` or `ipc://PATH` of the first worker; the others have the next ports, or PATH.1 ...",
+            example="tcp://127.0.0.1:5557",
+        ),
+    ]
+    replay: Annotated[
+        str | None,
+        setting(
+            "an address in the same form, to request missed events",
+            absent="missed events are not sent again",
+            example="tcp://127.0.0.1:5657",
+        ),
+    ] = None
+    topic: Annotated[str, setting("topic of each message", example="kv@host@kimi-k2.6")] = ""
 
     @property
     def local(self) -> bool:
@@ -198,7 +142,7 @@ class Events(Record, frozen=True):
 
 _TABLES: dict[str, type[Record]] = {
     "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "steer": Steer, "cluster": Cluster,
-    "events": Events,
+    "events": KvEvents,
 }  # fmt: skip
 _TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # a ZeroMQ TCP address
 _EVERY = {"*", "0.0.0.0", "[::]"}  # hosts that mean all addresses of a machine
@@ -208,17 +152,51 @@ _NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # the name of a worker, or of a cla
 class Workers(Record, frozen=True):
     """A kind of worker in [[workers]]."""
 
-    role: Role = "both"
-    count: Annotated[int, Meta(ge=1, le=64)] = 1
-    # The first `least` workers always run; [steer] starts and stops the others. None: all always run.
-    least: Annotated[int, Meta(ge=0, le=64)] | None = None
-    name: str | None = None  # None: its role, or "worker"
-    devices: tuple[int, ...] = ()  # GPUs, divided among `count` workers; empty: all visible GPUs
-    cores: tuple[int, ...] = ()  # CPU cores that each worker may run on; empty: all
-    engine: EngineConfig = EngineConfig()  # the keys of [engine], overridden by the kind's own
-    at: str | None = None  # the name of the machine's agent; None: this machine
-    weights: str | None = None  # the checkpoint's folder on that machine; None: the same path as here
-    drafter: str | None = None  # the drafter's folder on that machine; None: the same path as here
+    role: Annotated[
+        Role, setting("`prefill`: computes prompts for decode workers; `decode`: answers; `both`: does all")
+    ] = "both"
+    count: Annotated[int, Meta(ge=1, le=64), setting("workers of this kind")] = 1
+    least: Annotated[
+        Annotated[int, Meta(ge=0, le=64)] | None,
+        setting(
+            "the first `least` always run, [steer] starts and stops the others; needs `resume_s` above 0, not with Ray",
+            absent="all",
+            example=1,
+        ),
+    ] = None
+    name: Annotated[
+        str | None,
+        setting("with a count `-0`, `-1` and so on are appended", absent="its role, or `worker`", example="worker"),
+    ] = None
+    devices: Annotated[
+        tuple[int, ...],
+        setting("GPUs, divided among the `count` workers", absent="all visible GPUs", example=(0, 1)),
+    ] = ()
+    cores: Annotated[
+        tuple[int, ...],
+        setting(
+            "CPU cores that each of them may use; prefill workers run there at nice 10", absent="all", example=(0, 1)
+        ),
+    ] = ()
+    engine: Annotated[
+        EngineConfig,
+        setting(
+            "keys that differ from [engine], `ranks` too; `speculation` is the same for all",
+            absent="[engine]",
+            example={"step_tokens": 4096},
+        ),
+    ] = EngineConfig()
+    at: Annotated[str | None, setting("name of the machine's agent", absent="this machine", example="gpu-1")] = None
+    weights: Annotated[
+        str | None,
+        setting("the checkpoint's folder on that machine", absent="the same path as here", example="/srv/kimi-k2.6"),
+    ] = None
+    drafter: Annotated[
+        str | None,
+        setting(
+            "the drafter's folder on that machine", absent="the same path as here", example="/srv/kimi-k2.6-eagle3"
+        ),
+    ] = None
 
 
 class Place(NamedTuple):
@@ -238,42 +216,110 @@ class Place(NamedTuple):
     spare: bool = False  # it runs only while the autoscaler wants it
 
 
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
 class ServeConfig(Record, frozen=True):
     """A deployment; its fields are the keys of the file."""
 
-    weights: str  # the checkpoint's folder
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one
-    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS)] = 1  # API processes that share the port
-    served_model_name: tuple[str, ...] = ()  # empty: the folder's name
-    keys_file: str | None = None  # None: requests need no key
-    responses_file: str | None = None  # None: /v1/responses stores nothing
-    reasoning_field: Literal["reasoning_content", "reasoning"] = "reasoning_content"  # of a chat's answers and deltas
-    cors_origins: tuple[str, ...] = ()  # empty: cross-origin requests are not allowed
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    access_log: Literal["text", "json"] = "text"
-    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # seconds for running answers once the server stops
-    # 0: any free port. None: any free port with a generated key if the server listens on loopback, else no admin port.
-    admin_port: int | None = None
-    admin_keys_file: str | None = None
-    page: bool = True  # the page at /: a chat with the model and a view of the engine
-    metrics_port: int | None = None  # 0: any free port; None: /metrics is on the API's port only
-    unix_socket: str | None = None  # path of a socket that replaces host and port
-    tls_cert: str | None = None  # PEM files
-    tls_key: str | None = None
+    weights: Annotated[str, setting("folder of the checkpoint", example="weights/kimi-k2.6")]
+    host: Annotated[str, setting("Address to listen on. 0.0.0.0: all networks; then set keys_file.")] = "127.0.0.1"
+    port: Annotated[Port, setting("Port. 0: any free one.")] = 8000
+    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS), setting("API processes that share the port")] = 1
+    served_model_name: Annotated[
+        tuple[str, ...],
+        setting("Model name for clients (repeatable).", absent="the folder's name", example=("kimi-k2.6",)),
+    ] = ()
+    keys_file: Annotated[
+        str | None, setting("API keys, one per line.", absent="requests need no key", example="keys.txt")
+    ] = None
+    responses_file: Annotated[
+        str | None,
+        setting(
+            "SQLite file in which `/v1/responses` stores responses",
+            absent="/v1/responses stores nothing",
+            example="responses.sqlite",
+        ),
+    ] = None
+    reasoning_field: Annotated[
+        Literal["reasoning_content", "reasoning"],
+        setting("field of a chat answer's reasoning; `reasoning`: as in newer vLLM"),
+    ] = "reasoning_content"
+    cors_origins: Annotated[
+        tuple[str, ...],
+        setting(
+            "origins of web pages and apps (`app://obsidian.md`) that may send requests",
+            absent="cross-origin requests are not allowed",
+            example=("https://chat.example",),
+        ),
+    ] = ()
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], setting("Log level while serving; info: one line per request.")
+    ] = "info"
+    access_log: Annotated[Literal["text", "json"], setting("`json`: every log line is a JSON object")] = "text"
+    drain_s: Annotated[
+        float, Meta(ge=0, le=86400), setting("seconds that running answers have to finish when the server stops")
+    ] = 3.0
+    admin_port: Annotated[
+        Port | None,
+        setting(
+            "port of the admin routes, on 127.0.0.1; 0: any free one",
+            absent="any free port if host is loopback and there is no keys_file; else no admin routes",
+            example=8001,
+        ),
+    ] = None
+    admin_keys_file: Annotated[
+        str | None,
+        setting(
+            "keys that the admin routes accept; required with `admin_port`",
+            absent="a generated key, printed at the start, if host is loopback; else no admin routes",
+            example="admin-keys.txt",
+        ),
+    ] = None
+    page: Annotated[bool, setting("the chat page at `/`, which asks for a key if keys_file is set")] = True
+    metrics_port: Annotated[
+        Port | None,
+        setting(
+            "serves `/metrics` on `host` without a key, too; 0: any free port",
+            absent="/metrics is on the API's port only",
+            example=9090,
+        ),
+    ] = None
+    unix_socket: Annotated[
+        str | None,
+        setting(
+            "listen on this socket (mode 0660) instead of host and port",
+            absent="the server listens on host and port",
+            example="redline.sock",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        setting("HTTPS: certificate with its chain, PEM; with tls_key", absent="HTTP without TLS", example="cert.pem"),
+    ] = None
+    tls_key: Annotated[
+        str | None, setting("HTTPS: its private key, PEM", absent="HTTP without TLS", example="key.pem")
+    ] = None
     per_key: KeyLimits = KeyLimits()
     requests: Requests = Requests()
     handoff: Handoff = Handoff()
     sla: dict[str, Sla] = msgspec.field(
         default_factory=dict[str, Sla]
     )  # SLO targets by class of requests; DEFAULT_SLA is the class of all other requests
-    steer: Steer | None = None  # None: workers keep their roles unless an operator switches one
-    cluster: Cluster | None = None  # None: all workers are on this machine
-    events: Events | None = None  # None: KV cache events are not published
+    steer: Annotated[
+        Steer | None, setting("[steer]", absent="workers keep their roles unless an operator switches one")
+    ] = None
+    cluster: Annotated[Cluster | None, setting("[cluster]", absent="all workers are on this machine")] = None
+    events: Annotated[KvEvents | None, setting("[events]", absent="KV cache events are not published")] = None
     engine: EngineConfig = EngineConfig()
-    # Seconds that a request whose worker went down waits to be resumed on another, in addition to the time that the
-    # slowest worker's newest start took. 0: the request fails at once, and a worker that went down is not restarted.
-    resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    resume_s: Annotated[
+        float,
+        Meta(ge=0, le=86400),
+        setting(
+            "seconds, beyond the time of a worker's start, that a request whose worker is down waits for another; 0: "
+            "such requests fail, and no process is restarted"
+        ),
+    ] = 30.0
     workers: tuple[Workers, ...] = ()  # empty: one worker that does everything
 
     @property
@@ -310,7 +356,7 @@ class ServeConfig(Record, frozen=True):
         return self.served_model_name or (Path(self.weights).resolve().name,)
 
 
-def own_events(events: Events | None, number: int) -> EventsConfig | None:
+def own_events(events: KvEvents | None, number: int) -> EventsConfig | None:
     """The addresses where worker `number` publishes its KV cache events. Raises ConfigError for a malformed address."""
     if events is None:
         return None
@@ -453,14 +499,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
-        message, at = explained(error, ServeConfig)
-        raise ConfigError(f"{source}: {message}" + (f" - at `${at}`" if at else "")) from None
-    if not 0 <= config.port <= 65535:
-        raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
-    if config.admin_port is not None and not 0 <= config.admin_port <= 65535:
-        raise ConfigError(f"{source}: admin_port is {config.admin_port}; expected 0 to 65535 (0: any free one)")
-    if config.metrics_port is not None and not 0 <= config.metrics_port <= 65535:
-        raise ConfigError(f"{source}: metrics_port is {config.metrics_port}; expected 0 to 65535 (0: any free one)")
+        raise ConfigError(f"{source}: {_wrong(values, error)}") from None
     if (config.admin_port is None) != (config.admin_keys_file is None):
         raise ConfigError(f"{source}: admin_port and admin_keys_file need each other; set both, or neither")
     if (config.tls_cert is None) != (config.tls_key is None):
@@ -485,11 +524,6 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             check_installed(config.handoff.transport)
     except ConfigError as error:
         raise ConfigError(f"{source}: handoff.transport: {error}") from None
-    tokens = config.engine.draft_tokens
-    if not 0 <= tokens <= MOST_DRAFTS:
-        raise ConfigError(
-            f"{source}: engine.speculation.tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)"
-        )
     drafts = config.engine.speculation
     if isinstance(drafts, Learned) and drafts.head_bits not in HEAD_BITS:
         raise ConfigError(f"{source}: engine.speculation.head_bits is {drafts.head_bits}; expected 16 or 8")
@@ -508,6 +542,25 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             f"random; host is {config.host}, which other machines reach, so leave one of the two out"
         )
     return config
+
+
+def _wrong(values: dict[str, Any], error: msgspec.ValidationError) -> str:
+    """What is wrong with these values: for a number out of bounds its key, the value and the bounds."""
+    message, at = explained(error, ServeConfig)
+    hint: Any = ServeConfig
+    value: Any = values
+    for name in re.findall(r"\w+", at):
+        if name.isdigit():
+            value = value[int(name)]
+            continue
+        value = cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
+        records = (each for each in parts(hint) if isinstance(each, type) and issubclass(each, msgspec.Struct))
+        hints = (get_type_hints(record, include_extras=True) for record in records)
+        hint = next((of[name] for of in hints if name in of), None)
+    bounds = bounds_of(hint)
+    if bounds is None or not isinstance(value, int | float):
+        return message + (f" - at `${at}`" if at else "")
+    return f"{at.lstrip('.')} is {value}; expected {bounds[0]} to {bounds[1]}"
 
 
 def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[str, Any]:
@@ -546,15 +599,6 @@ def _worker_tables(tables: Any, source: Path) -> list[dict[str, Any]]:
 
 
 def _check_engine(engine: EngineConfig, place: str) -> None:
-    for key, most in _MOST.items():
-        number: int | None = getattr(engine, key)
-        if number is not None and not 1 <= number <= most:
-            raise ConfigError(f"{place}.{key} is {number:,}; expected 1 to {most:,}")
-
-    if engine.step_ms is not None and not LEAST_STEP_MS <= engine.step_ms <= MOST_STEP_MS:
-        raise ConfigError(
-            f"{place}.step_ms is {engine.step_ms:g}; expected {LEAST_STEP_MS:g} to {MOST_STEP_MS:,.0f} milliseconds"
-        )
     if (engine.disk is None) != (engine.disk_size is None):
         raise ConfigError(
             f"{place}.disk and {place.rpartition(': ')[2]}.disk_size need each other; set both, or neither"
@@ -565,7 +609,7 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
 
 def _read_sizes(engine: dict[str, Any], place: str) -> None:
     """Convert sizes given as strings to bytes."""
-    for key in _SIZES:
+    for key in SIZES:
         if isinstance(engine.get(key), str):
             engine[key] = size(engine[key], f"{place}.{key}")
 

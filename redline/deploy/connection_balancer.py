@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from redline import clock
-from redline.api.http.listen import AT_ONCE, Listener
+from redline.api.http.listen import AT_ONCE, SocketListener
 from redline.messages.replicas import Use
 
 AGAIN_S = 0.02  # pause before a connection that no replica accepted is offered again
@@ -57,7 +57,7 @@ class ConnectionBalancer:
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """listener: non-blocking, and owned by the caller. takers: returns the replicas that run now."""
-        self._listener = Listener(listener, self._hand_out)
+        self._listener = SocketListener(listener, self._hand_out)
         self._held: socket.socket | None = None  # a connection that no replica accepted: all socket buffers are full
         self._again: asyncio.TimerHandle | None = None
         self._takers = takers

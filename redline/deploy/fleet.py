@@ -1,7 +1,7 @@
 """The supervisor's view of workers and API replicas, if the API is several processes.
 
-`Fleet` takes the gateway's place: it receives the starts and ends of workers and broadcasts them to every replica.
-Messages about jobs do not pass through it: every worker sends them to the replicas directly.
+`Fleet` takes the place of the gateway's worker monitor: it receives the starts and ends of workers and broadcasts them
+to every replica. Messages about jobs do not pass through it: every worker sends them to the replicas directly.
 """
 
 import socket
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from redline import clock
-from redline.api.gateway import LOOK_S
+from redline.api.gateway.worker_monitor import CHECK_S
 from redline.api.telemetry.metrics import Metrics
 from redline.deploy.connection_balancer import ReplicaSlot
 from redline.deploy.questions import Questions
 from redline.messages.channel import Outbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.news import Failed, Heartbeat, Load, Missed, Ready, Role
-from redline.messages.replicas import Ask, Drain, Replica, Replicas, Roster, Start, Told, Use
+from redline.messages.replicas import Drain, Replica, ReplicaQuery, ReplicaReply, Replicas, Roster, Start, Use
 from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 
 AGAIN_S = 1.0  # before the list of replicas is sent again to a worker that a replica has not received messages from
@@ -53,14 +53,14 @@ class Fleet:
         self,
         metrics: Metrics,
         sockets: Path,
-        answer: Callable[["ReplicaStart", Ask], None] = lambda _, __: None,
+        answer: Callable[["ReplicaStart", ReplicaQuery], None] = lambda _, __: None,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """metrics: counts what workers report. sockets: folder of the sockets between workers and replicas.
 
         answer: called with each query of a replica.
         """
-        self.links = WorkerRegistry(clock)
+        self.workers = WorkerRegistry(clock)
         self.metrics = metrics
         self.questions = Questions()
         self.replicas: dict[str, ReplicaStart] = {}  # by name
@@ -72,12 +72,12 @@ class Fleet:
         self._asked: set[tuple[str, int]] = set()  # starts of workers that ended on request
         self._roster = 0
         self._told_at: dict[str, float] = {}  # when each worker was last sent the list of replicas
-        self._looked_at: float | None = None
+        self._checked_at: float | None = None
 
     @property
     def ready(self) -> Ready | None:
         """The limits of jobs; None while no worker can answer."""
-        return self.links.ready
+        return self.workers.ready
 
     @property
     def known(self) -> bool:
@@ -97,62 +97,62 @@ class Fleet:
     ) -> WorkerHandle:
         """A worker has been started: send it the list of replicas, and announce it to them."""
         link = WorkerHandle(name, outbox, role, epoch, inbox, at)
-        self.links.join(link)
+        self.workers.join(link)
         self.metrics.joined(name)
         self.metrics.role(name, role)
         self._tell_worker(link)
         self._tell_replicas()
         return link
 
-    def drain(self, link: WorkerHandle) -> None:
+    def drain(self, worker: WorkerHandle) -> None:
         """A worker is to be replaced."""
-        link.draining = True
+        worker.draining = True
         self._tell_replicas()
 
-    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+    def mark_down(self, worker: WorkerHandle, reason: str, *, asked: bool = False) -> None:
         """A worker has ended; idempotent. asked: it ended on request."""
-        if link.lost is None:
-            self.links.lose(link, reason)
-            self.metrics.lost(link.name, link.epoch)
+        if worker.lost is None:
+            self.workers.mark_down(worker, reason)
+            self.metrics.lost(worker.name, worker.epoch)
             if asked:
-                self._asked.add((link.name, link.epoch))
+                self._asked.add((worker.name, worker.epoch))
             self._tell_replicas()
 
-    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+    def receive(self, worker: WorkerHandle, messages: Sequence[Wire]) -> None:
         """Process a worker's status messages."""
         for message in messages:
             match message:
                 case Ready():
-                    if (why_not := self.links.speaks(link, message)) is not None:
-                        self.lose(link, why_not)
+                    if (why_not := self.workers.set_ready(worker, message)) is not None:
+                        self.mark_down(worker, why_not)
                         return
-                    self.metrics.ready(message, link.name)
+                    self.metrics.ready(message, worker.name)
                 case Heartbeat():
-                    link.heard(message, self._clock())
+                    worker.record_heartbeat(message, self._clock())
                 case Load():
-                    link.load = message if link.lost is None else None
-                    self.metrics.load(message, link.name, link.epoch)
+                    worker.load = message if worker.lost is None else None
+                    self.metrics.load(message, worker.name, worker.epoch)
                 case Failed():
-                    self.lose(link, message.reason)
+                    self.mark_down(worker, message.reason)
                 case Missed():
-                    self._tell_worker(link)  # the list of replicas may be among the lost messages
+                    self._tell_worker(worker)  # the list of replicas may be among the lost messages
                 case _:
                     pass  # messages for the routers in the replicas
 
-    def look(self) -> None:
-        """Call every LOOK_S. If this process itself stalled, the stall does not count as silence of workers."""
+    def check_heartbeats(self) -> None:
+        """Call every CHECK_S. If this process itself stalled, the stall does not count as silence of workers."""
         now = self._clock()
-        before, self._looked_at = self._looked_at, now
-        if before is not None and now - before > 2 * LOOK_S:
-            for link in self.links:
-                link.forgive(now - before)
+        before, self._checked_at = self._checked_at, now
+        if before is not None and now - before > 2 * CHECK_S:
+            for link in self.workers:
+                link.shift_timeouts(now - before)
 
     # -- of replicas
 
     def enter(self, start: ReplicaStart) -> None:
         """A replica has been started: announce it to the workers, and send it the list of workers."""
         self.replicas[start.name] = start
-        for link in self.links:
+        for link in self.workers:
             self._tell_worker(link)
         self._tell_replicas()
         if self.draining is not None:
@@ -163,7 +163,7 @@ class Fleet:
         if self.replicas.pop(start.name, None) is None:
             return
         self.ended[start.of] = reason
-        for link in self.links:
+        for link in self.workers:
             self._tell_worker(link)
         self._count()
         self._tell_replicas()
@@ -174,9 +174,9 @@ class Fleet:
             match message:
                 case Use():
                     self._use(start, message)
-                case Told():
+                case ReplicaReply():
                     self.questions.told(message)
-                case Ask():
+                case ReplicaQuery():
                     self._answer(start, message)
                 case Missed():
                     pass  # heartbeats are repeated, and queries are retried
@@ -199,13 +199,13 @@ class Fleet:
         if use.roster != self._roster:  # the newest roster was lost, or has not arrived yet
             start.outbox.put(self._roster_now(start))
         known = {(each.worker, each.epoch) for each in use.workers}
-        for link in self.links:
+        for link in self.workers:
             late = link.ready is not None and self._clock() - self._told_at.get(link.name, 0.0) > AGAIN_S
             if late and (link.name, link.epoch) not in known:
                 self._tell_worker(link)
 
     def _count(self) -> None:
-        for link in self.links:
+        for link in self.workers:
             link.jobs = sum(start.jobs_at(link) for start in self.replicas.values())
 
     def _address(self, start: ReplicaStart, link: WorkerHandle) -> str:
@@ -232,7 +232,7 @@ class Fleet:
         return Roster(number=self._roster, starts=tuple(self._starts(start)), replicas=tuple(self.replicas))
 
     def _starts(self, start: ReplicaStart) -> Iterator[Start]:
-        for link in self.links:
+        for link in self.workers:
             yield Start(
                 worker=link.name,
                 epoch=link.epoch,

@@ -17,11 +17,11 @@ from redline.api.auth.access import is_loopback
 from redline.api.auth.auth_state import AuthState
 from redline.api.auth.keys import SECRET
 from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.http.budget import Connections
 from redline.api.http.server import Server, uvicorn_config
 from redline.api.telemetry.metrics import Metrics
-from redline.api.telemetry.spans import Spans, open_spans
+from redline.api.telemetry.spans import RequestSpans, open_spans
 from redline.chat.generation import generation_config_of
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Front(NamedTuple):
     gateway: Gateway
     edge: AuthState
     server: Server
-    spans: Spans | None  # exporter of OpenTelemetry spans, to be closed in a thread; None: spans are off
+    spans: RequestSpans | None  # exporter of OpenTelemetry spans, to be closed in a thread; None: spans are off
 
 
 def open_front(
@@ -76,9 +76,7 @@ def open_front(
         json_lines=config.access_log == "json",
         drain_s=config.drain_s,
         local=config.unix_socket is None and is_loopback(config.host),
-        defaults=Defaults(
-            **msgspec.structs.asdict(generation_config_of(Path(config.weights))), reasoning_field=config.reasoning_field
-        ),
+        defaults=Defaults(sampling=generation_config_of(Path(config.weights)), reasoning_field=config.reasoning_field),
         limits=limits_of(config),
     )
     edge, spans = AuthState(api, secret), open_spans()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from redline.deploy.config import Cluster, Events, Handoff, ServeConfig, Workers
+from redline.deploy.config import Cluster, Handoff, KvEvents, ServeConfig, Workers
 from redline.deploy.shown import as_file
 from redline.errors import ConfigError
 from redline.worker.config import EngineConfig, Learned
@@ -246,7 +246,7 @@ def _event_ports(config: ServeConfig) -> list[tuple[int, int]]:
     ]
 
 
-def _events_inside(events: Events | None) -> Events | None:
+def _events_inside(events: KvEvents | None) -> KvEvents | None:
     """[events] with the same ports, bound to all addresses of each worker's pod."""
     if events is None:
         return None

@@ -1,11 +1,11 @@
-"""Queries between the processes of a deployment, and their answers (`wire.replicas.Ask`, `Told`)."""
+"""Queries between the processes of a deployment, and their answers (`wire.replicas.Ask`, `ReplicaReply`)."""
 
 import asyncio
 import itertools
 from typing import Literal
 
 from redline.messages.channel import Outbox
-from redline.messages.replicas import Ask, Told
+from redline.messages.replicas import ReplicaQuery, ReplicaReply
 
 ASK_S = 2.0  # timeout of an answer: a process that sends none by then is stopped, or has ended
 
@@ -24,7 +24,7 @@ class Questions:
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
-            outbox.put(Ask(number=number, what=what, about=about))
+            outbox.put(ReplicaQuery(number=number, what=what, about=about))
             async with asyncio.timeout(ASK_S):
                 return await answer
         except TimeoutError:
@@ -32,7 +32,7 @@ class Questions:
         finally:
             del self._open[number]
 
-    def told(self, told: Told) -> None:
+    def told(self, told: ReplicaReply) -> None:
         """Process an answer; one that arrives after the timeout is dropped."""
         answer = self._open.get(told.number)
         if answer is not None and not answer.done():

@@ -22,7 +22,7 @@ import uvloop
 
 from redline.api.admin import jobs_of, status_of
 from redline.api.auth.auth_state import measure_lag
-from redline.api.gateway import LOOK_S
+from redline.api.gateway.worker_monitor import CHECK_S
 from redline.api.http.budget import Connections
 from redline.api.telemetry.metrics import OwnMetrics
 from redline.api.telemetry.metrics_aggregator import packed
@@ -37,7 +37,8 @@ from redline.deploy.questions import Questions
 from redline.messages.base import Record
 from redline.messages.channel import AsyncSocketInbox, SocketOutbox
 from redline.messages.news import Missed, Stop
-from redline.messages.replicas import Ask, AtWorker, Drain, OfKey, Roster, Start, Told, Use
+from redline.messages.replicas import AtWorker, Drain, OfKey, ReplicaQuery, ReplicaReply, Roster, Start, Use
+from redline.model.spec import spec_of
 from redline.router.worker_registry import WorkerHandle
 
 SWITCH_S = 0.0005  # interpreter switch interval: the event loop waits at most this long for a thread that tokenizes
@@ -91,7 +92,7 @@ class _Replica:
         self._front: Front = open_front(
             config,
             Tokenizer.open(folder),
-            style_of(folder),
+            style_of(folder, spec_of(folder).chat),
             OwnMetrics(config.names[0]),
             Connections(limits_of(config)),
             replica=told.name,
@@ -123,7 +124,7 @@ class _Replica:
         finally:
             asyncio.get_running_loop().remove_reader(self._door)
             stopping.cancel()
-            gateway.lose_all("the server is stopping")
+            gateway.fail_all("the server is stopping")
             await end(server, serving)
             gateway.close()
             for task in beside:
@@ -147,12 +148,12 @@ class _Replica:
                         self._follow(message)
                     case Use():
                         self._other(message)
-                    case Ask():
+                    case ReplicaQuery():
                         if message.what == "reload":  # a task of its own, since it reads a file
                             self._keep(asyncio.create_task(self._reload(message)))
                         else:
-                            self._outbox.put(Told(number=message.number, body=self._answer(message)))
-                    case Told():
+                            self._outbox.put(ReplicaReply(number=message.number, body=self._answer(message)))
+                    case ReplicaReply():
                         self._questions.told(message)
                     case Drain():
                         self._front.edge.draining = message.reason
@@ -167,7 +168,7 @@ class _Replica:
         """Process the lists of workers and replicas."""
         self._roster = roster.number
         gateway, keyring = self._front.gateway, self._front.edge.keyring
-        for gone in gateway.others.keep(roster.replicas):
+        for gone in gateway.peers.keep(roster.replicas):
             for account in () if keyring is None else keyring.accounts.values():
                 account.forget(gone)
         for start in roster.starts:
@@ -179,17 +180,16 @@ class _Replica:
             link = worker.link
             assert link is not None
             if start.draining and not link.draining:
-                gateway.drain(link)
+                gateway.monitor.drain(link)
             if start.lost is not None:
                 self._part(worker, start.lost, asked=start.asked)
-        for link in gateway.links:
-            gateway.others.tell(link)
+        gateway.peers.apply()
 
     def _join(self, start: Start) -> _Worker:
         worker = self._workers[start.worker] = _Worker(start, self._writer)
         gateway = self._front.gateway
-        worker.link = gateway.join(start.worker, worker.outbox, start.role, start.epoch, start.inbox)
-        worker.following = asyncio.create_task(gateway.follow(worker.link, worker.inbox))
+        worker.link = gateway.monitor.join(start.worker, worker.outbox, start.role, start.epoch, start.inbox)
+        worker.following = asyncio.create_task(gateway.monitor.follow(worker.link, worker.inbox))
         return worker
 
     def _part(self, worker: _Worker, reason: str, *, asked: bool = False) -> None:
@@ -198,18 +198,18 @@ class _Replica:
         if worker.link.lost is None:
             if worker.following is not None:
                 worker.following.cancel()  # its remaining messages refer to jobs that no longer exist
-            self._front.gateway.lose(worker.link, reason, asked=asked)
+            self._front.gateway.monitor.mark_down(worker.link, reason, asked=asked)
             self._keep(asyncio.create_task(worker.close()))
 
     def _other(self, use: Use) -> None:
         """Process another replica's heartbeat: its running and waiting requests."""
-        self._front.gateway.hear(use)
+        self._front.gateway.peers.update(use)
         if (keyring := self._front.edge.keyring) is not None:
             for of_key in use.keys:
                 if (account := keyring.accounts.get(of_key.name)) is not None:
                     account.heard(use.replica, of_key)
 
-    def _answer(self, ask: Ask) -> bytes:
+    def _answer(self, ask: ReplicaQuery) -> bytes:
         gateway, edge = self._front.gateway, self._front.edge
         match ask.what:
             case "metrics":
@@ -221,25 +221,24 @@ class _Replica:
             case "reload":
                 raise AssertionError("it is answered once the file has been read")
 
-    async def _reload(self, ask: Ask) -> None:
+    async def _reload(self, ask: ReplicaQuery) -> None:
         said = await self._front.edge.reload()
-        self._outbox.put(Told(number=ask.number, body=said.encode()))
+        self._outbox.put(ReplicaReply(number=ask.number, body=said.encode()))
 
     # -- to the supervisor
 
     async def _beat(self) -> None:
         while True:
-            self._front.gateway.look()
+            self._front.gateway.monitor.check_heartbeats()
             self._outbox.put(self._use())
             if not self._frozen and self._front.gateway.ready is not None:
                 self._frozen = True
                 gc.collect()
                 gc.freeze()  # these objects are permanent; a full collection over them would stall every stream
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     def _use(self) -> Use:
         gateway, edge, server = self._front[:3]
-        waiting, tokens = gateway.waiting
         accounts = () if edge.keyring is None else edge.keyring.accounts.values()
         return Use(
             replica=self._name,
@@ -249,13 +248,13 @@ class _Replica:
             taken=self._taken,
             connections=len(server.server_state.connections) + self._coming,
             busy=len(server.server_state.tasks),
-            waiting=waiting,
-            waiting_tokens=tokens,
-            running=gateway.running,
-            load=gateway.load,
+            waiting=gateway.requests.waiting,
+            waiting_tokens=gateway.requests.waiting_tokens,
+            running=gateway.requests.running,
+            load=gateway.requests.requests,
             workers=tuple(
-                AtWorker(worker=link.name, epoch=link.epoch, jobs=link.jobs, tokens=link.coming_tokens)
-                for link in gateway.links
+                AtWorker(worker=link.name, epoch=link.epoch, jobs=link.jobs, tokens=link.queued_tokens)
+                for link in gateway.workers
                 if link.ready is not None
             ),
             keys=tuple(

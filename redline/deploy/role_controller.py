@@ -23,7 +23,7 @@ import msgspec
 
 from redline import clock
 from redline.api.config import Sla
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.sla import targets_of
 from redline.deploy.autoscaler import Autoscaler, WorkerPool
 from redline.deploy.config import Steer
@@ -32,9 +32,9 @@ from redline.errors import RedlineError
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.news import Load, Ready, Role
 from redline.policy.count import NEWEST, rising, role_of_another
-from redline.policy.expected import Asked, Predicted, Roles, Traffic, WorkerModel
+from redline.policy.expected import PredictedGoodput, RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work
-from redline.policy.roles import Choice, Fleet, best_roles, choose_roles, predict_roles, settled, splits_to_try
+from redline.policy.roles import FleetRoles, RoleChoice, best_roles, choose_roles, predict_roles, settled, splits_to_try
 from redline.policy.steps import StepModel, StepTimeFit, on_the_mean
 from redline.router.roles import STAY_S, can_answer
 from redline.router.worker_registry import MOVE_S, WorkerHandle
@@ -63,8 +63,8 @@ class Decision(NamedTuple):
     worker: str | None = None
     role: Role | None = None
     does: Literal["turns", "starts", "ends"] | None = None
-    now: Predicted | None = None
-    expected: Predicted | None = None
+    now: PredictedGoodput | None = None
+    expected: PredictedGoodput | None = None
     wanted: int | None = None
 
     def told(self) -> dict[str, Any]:
@@ -138,16 +138,16 @@ class Steering:
         self._config = config
         self._gateway = gateway
         self._crew = crew
-        self._spares = Autoscaler(crew, gateway.links, config.spare_s, clock)
+        self._spares = Autoscaler(crew, gateway.workers, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf
         self._tried_at = -math.inf  # time of the last replay in which no other split was better
         self._said = 0, 0  # direction of the wanted change, and the number of evaluations in a row that gave it
         self._goal: Decision | None = None  # the decision that is being carried out, one worker after the other
-        self._weighed: tuple[Traffic, Fleet] | None = None  # input of the last evaluation that predicted anything
-        gateway.loads = self.measured.hear
-        gateway.lately.remember()
+        self._weighed: tuple[Traffic, FleetRoles] | None = None  # input of the last evaluation that predicted anything
+        gateway.monitor.on_load = self.measured.hear
+        gateway.history.start()
 
     async def run(self) -> None:
         """Evaluate every `every_s`, until cancelled."""
@@ -192,7 +192,7 @@ class Steering:
 
     def _able(self) -> list[WorkerHandle]:
         """Workers that can be sent new jobs."""
-        links = self._gateway.links
+        links = self._gateway.workers
         return [link for link in links if link.ready and not link.draining and links.silent_s(link) <= MOVE_S]
 
     def _roles(self) -> Roles:
@@ -201,7 +201,7 @@ class Steering:
     def _at_once(self) -> Decision | None:
         """If no worker can answer, switch one to decode."""
         able = self._able()
-        if not able or any(can_answer(self._gateway.links, link) for link in able):
+        if not able or any(can_answer(self._gateway.workers, link) for link in able):
             return None
         return self._change(able[0], "decode", Decision(clock.now(), "no other worker can answer"))
 
@@ -214,7 +214,7 @@ class Steering:
         if not way or roles.workers != len(able):  # done; or the number of workers changed, so evaluate again
             self._goal = None
             return None
-        if any(link.turning is not None for link in able):
+        if any(link.switching_since is not None for link in able):
             return None
         decision = self._step(able, way, goal._replace(at=clock.now()))
         if decision.worker is None:
@@ -240,7 +240,7 @@ class Steering:
             return Decision(clock.now(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
 
-    async def _try(self, choice: Choice) -> tuple[Choice, str | None]:
+    async def _try(self, choice: RoleChoice) -> tuple[RoleChoice, str | None]:
         """Replay the present and other roles. Returns (the choice, the reason why no role can change now, or None)."""
         assert self._weighed is not None, "`_choose` sets it"
         traffic, fleet = self._weighed
@@ -253,8 +253,8 @@ class Steering:
             return stays._replace(why=why), None
         if (rest_s := self._tried_at + self._config.rest_s - self._clock()) > 0:
             return stays, f"roles were simulated recently; the next simulation is in {rest_s:.0f} s"
-        left = self._gateway.lately.left(self._gateway.under_way)
-        traffic = traffic._replace(under_way=[Asked(*each) for each in left])
+        left = self._gateway.history.remaining(self._gateway.requests.records)
+        traffic = traffic._replace(under_way=[RequestTokens(*each) for each in left])
         try:
             shares = await tried(traffic, fleet, self._targets, splits)
         except RedlineError as error:
@@ -269,17 +269,17 @@ class Steering:
 
     def _with_queues(self) -> int:
         """Minimum of workers wanted: all that run while at least LEAST_REQUESTS are queued at one of them; else 0."""
-        waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.links)
+        waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.workers)
         return len(self._spares.running) if waits else 0
 
     def _came(self) -> int:
         """Number of requests in the window."""
-        return len(self._gateway.lately.lengths(self._config.window_s))
+        return len(self._gateway.history.lengths(self._config.window_s))
 
     def _why_stays(self) -> str | None:
         """Why no role can change now; None if one can."""
         able = self._able()
-        if (turning := next((link for link in able if link.turning is not None), None)) is not None:
+        if (turning := next((link for link in able if link.switching_since is not None), None)) is not None:
             return f"{turning.name} is still switching its role"
         if (left := self._changed_at + self._config.rest_s - self._clock()) > 0:
             return f"a role was switched recently; the next switch is possible in {left:.0f} s"
@@ -290,24 +290,24 @@ class Steering:
             return f"{came} requests arrived in {window_s:g} s; at least {LEAST_REQUESTS} are needed"
         return None
 
-    def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
+    def _asked(self) -> tuple[Traffic, FleetRoles, Sequence[tuple[Work, float]]] | str:
         """The input of an evaluation: traffic, workers and measured steps; or the reason why there is none."""
         able = self._able()
-        window_s, lately = self._config.window_s, self._gateway.lately
+        window_s, lately = self._config.window_s, self._gateway.history
         lengths = lately.lengths(window_s)
         if not able or not lengths:
             return "no worker is ready" if not able else f"no request arrived in {window_s:g} s"
         if not self.measured.enough:
             return "no steps with prefill, or no decode-only steps, have been measured yet"
-        asked = [Asked(*each) for each in lengths]
+        asked = [RequestTokens(*each) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
         newest_s, rate = NEWEST * window_s, lately.rate(window_s)
         peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
-        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
+        fleet = FleetRoles(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
         return Traffic(rate, asked), fleet, self.measured.steps
 
-    def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
+    def _choose(self, traffic: Traffic, fleet: FleetRoles, steps: Sequence[tuple[Work, float]]) -> RoleChoice:
         experts_of, experts_chosen = fleet.model.steps.experts_of, fleet.model.steps.experts_chosen
         fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
         for work, ms in steps:
@@ -318,7 +318,7 @@ class Steering:
 
     # -- changes
 
-    def _decide(self, choice: Choice) -> Decision:
+    def _decide(self, choice: RoleChoice) -> Decision:
         seen = Decision(clock.now(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
         able = self._able()
         way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
@@ -367,7 +367,7 @@ class Steering:
             expected=expected or seen.expected,
         )  # fmt: skip
 
-    async def _with(self, workers: int, apart: bool) -> Predicted | None:
+    async def _with(self, workers: int, apart: bool) -> PredictedGoodput | None:
         """Prediction for `workers` workers with the best roles, or, without `apart`, with all of role "both"; None if
         nothing was evaluated yet."""
         if self._weighed is None or workers < 1:
@@ -412,7 +412,7 @@ def _told_weighed(traffic: Traffic, steps: StepModel) -> dict[str, Any]:
     }
 
 
-def _told(predicted: Predicted) -> dict[str, Any]:
+def _told(predicted: PredictedGoodput) -> dict[str, Any]:
     def finite(value: float) -> float | None:
         return round(value, 4) if math.isfinite(value) else None
 

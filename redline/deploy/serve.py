@@ -54,6 +54,7 @@ from redline.disk import drop_held
 from redline.errors import CheckpointError, ConfigError, RedlineError
 from redline.folder import check_drafter, check_model
 from redline.messages.news import Ready
+from redline.model.spec import spec_of
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
 log = logging.getLogger("redline.deploy")
@@ -257,7 +258,7 @@ async def _serve_through(
         admin_key, file = f"sk-{secrets.token_hex(16)}", sockets / "admin-keys.txt"
         file.write_text(f"admin {admin_key}\n")
         config = msgspec.structs.replace(config, admin_keys_file=str(file))
-    tokenizer, style = Tokenizer.open(folder), style_of(folder)
+    tokenizer, style = Tokenizer.open(folder), style_of(folder, spec_of(folder).chat)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # checked before minutes of loading the model
 
@@ -278,7 +279,7 @@ async def _serve_through(
     gateway, edge, server, spans = front
     if edge.keyring is not None:
         signals.reload = edge.reload_soon
-    supervisor = Supervisor(config, gateway, sockets, machines)
+    supervisor = Supervisor(config, gateway.monitor, sockets, machines)
     steering = None
     if config.steer is not None:
         from redline.deploy.role_controller import Steering  # imports numpy, which `--help` must not wait for
@@ -300,7 +301,7 @@ async def _serve_through(
         try:
             ready = await supervisor.start(stop, serving)
         except RedlineError as error:
-            gateway.lose_all(str(error))
+            gateway.fail_all(str(error))
             raise
         if ready is None and gateway.ready is None:
             return 0
@@ -314,7 +315,7 @@ async def _serve_through(
         if lost:
             # A server that can only answer with errors must exit, so that its service manager restarts it.
             what = given_up.result() if given_up.done() else "the server has failed"
-            gateway.lose_all(what)
+            gateway.fail_all(what)
             log.error("%s; stopping", what)
         else:
             log.info("stopping")
@@ -327,7 +328,7 @@ async def _serve_through(
         if lost:
             await asyncio.wait({serving}, timeout=GRACE_S)
         supervisor.end()
-        gateway.lose_all("the server is stopping")
+        gateway.fail_all("the server is stopping")
         await end(server, serving)
         serving.result()
         gateway.close()

@@ -1,6 +1,5 @@
 """A deployment as equivalent TOML: every key, its value, and where the value comes from."""
 
-import json
 import os
 import re
 import tomllib
@@ -11,53 +10,11 @@ from typing import Any, cast
 import msgspec
 
 from redline.deploy.config import ServeConfig, Workers
+from redline.deploy.settings import settings, toml_value
 from redline.worker.config import EngineConfig
 
 # The effect of an absent key, for keys without a default value.
-ABSENT = {
-    "served_model_name": "the folder's name",
-    "keys_file": "requests need no key",
-    "responses_file": "/v1/responses stores nothing",
-    "cors_origins": "cross-origin requests are not allowed",
-    "admin_port": "any free port if host is loopback and there is no keys_file; else no admin routes",
-    "admin_keys_file": "a generated key, printed at the start, if host is loopback; else no admin routes",
-    "metrics_port": "/metrics is on the API's port only",
-    "unix_socket": "the server listens on host and port",
-    "tls_cert": "HTTP without TLS",
-    "tls_key": "HTTP without TLS",
-    "per_key.requests_per_s": "no limit",
-    "per_key.concurrency": "no limit",
-    "per_key.tokens_per_minute": "no limit",
-    "per_key.tokens_per_day": "no limit",
-    "requests.default_max_tokens": "up to the context length",
-    "requests.most_max_tokens": "up to the context length",
-    "requests.timeout_s": "no limit",
-    "sla.ttft_ms": "no SLO target",
-    "sla.itl_ms": "no SLO target",
-    "steer": "workers keep their roles unless an operator switches one",
-    "cluster": "all workers are on this machine",
-    "events": "KV cache events are not published",
-    "events.replay": "missed events are not sent again",
-    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; nine tenths if its GPUs are its own",
-    "engine.max_model_len": "the longest that fits",
-    "engine.step_tokens": "512; on a GPU 8192, or 2048 if memory is short",
-    "engine.step_ms": "no time limit for a step that mixes prefill and decode",
-    "engine.host_memory": "no host tier, evicted pages are dropped; with disk 512 MiB",
-    "engine.disk": "no disk tier",
-    "engine.disk_size": "no disk tier",
-    "engine.device": "the GPU, if there is one",
-    "engine.random_weights": "the weights of the folder",
-    "engine.speculation": "no speculative decoding",
-    "engine.speculation.trace": "nothing is written",
-    "engine.speculation.synthetic_acceptance": "draft tokens are verified",
-    "workers.name": "its role",
-    "workers.least": "all",
-    "workers.devices": "all visible GPUs",
-    "workers.cores": "all",
-    "workers.at": "this machine",
-    "workers.weights": "the same path as here",
-    "workers.drafter": "the same path as here",
-}
+ABSENT = {key: each.absent for key, each in settings().items() if each.absent is not None}
 PATHS = {
     "weights", "keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key",
     "cluster.key_file", "engine.speculation.drafter", "engine.speculation.trace",
@@ -120,12 +77,12 @@ def _tables(config: ServeConfig) -> list[tuple[str, msgspec.Struct | None]]:
 def _own(record: msgspec.Struct) -> Iterator[str]:
     """Lines for the values that differ from a record's defaults; nested tables are left out."""
     if record.__struct_config__.tag is not None:
-        yield f"{record.__struct_config__.tag_field} = {_value(record.__struct_config__.tag)}"
+        yield f"{record.__struct_config__.tag_field} = {toml_value(record.__struct_config__.tag)}"
     for field in msgspec.structs.fields(type(record)):
         value = getattr(record, field.name)
         inner = isinstance(value, msgspec.Struct) or field.name in ("workers", "sla")
         if not inner and value not in (None, "", field.default):
-            yield f"{field.encode_name} = {_value(value)}"
+            yield f"{field.encode_name} = {toml_value(value)}"
 
 
 def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Iterator[str]:
@@ -147,7 +104,7 @@ def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Ite
             continue
         if key in PATHS:
             value = os.path.abspath(cast("str", value))
-        yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {why(key)}"
+        yield f"{name} = {toml_value(value)}".ljust(COLUMN - 1) + f" # {why(key)}"
 
 
 def _worker(kind: Workers, engine: EngineConfig, place: str) -> Iterator[str]:
@@ -159,7 +116,7 @@ def _worker(kind: Workers, engine: EngineConfig, place: str) -> Iterator[str]:
         elif value is None or value == ():
             yield f"# {name} =".ljust(COLUMN) + f"# default: {ABSENT[f'workers.{name}']}"
         else:
-            yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {place}"
+            yield f"{name} = {toml_value(value)}".ljust(COLUMN - 1) + f" # {place}"
 
 
 def _engine(kind: Workers, engine: EngineConfig) -> str:
@@ -168,14 +125,7 @@ def _engine(kind: Workers, engine: EngineConfig) -> str:
     own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
     if "disk" in own:
         own["disk"] = os.path.abspath(own["disk"])
-    return f"engine = {{ {', '.join(f'{key} = {_value(of)}' for key, of in own.items())} }}" if own else ""
-
-
-def _value(value: Any) -> str:
-    """The value in TOML. TOML strings are JSON strings, except that DEL must be escaped."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_value, cast('tuple[Any, ...]', value)))}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"engine = {{ {', '.join(f'{key} = {toml_value(of)}' for key, of in own.items())} }}" if own else ""
 
 
 def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 Each start of a worker has an epoch and its own sockets. Late messages of an earlier start are not read, so they cannot
 be mistaken for messages of its successor. The reason why a start ended is logged, and kept until the next one has ended
-too (`WorkerHandle.before`).
+too (`WorkerHandle.previous_end`).
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from redline.api.gateway import LOOK_S, Gateway
+from redline.api.gateway.worker_monitor import CHECK_S, WorkerMonitor
 from redline.deploy.config import Place, ServeConfig
 from redline.deploy.machines import Machines
 from redline.deploy.process import LocalProcess, Process, folder_for_parcels, start_worker
@@ -59,9 +59,9 @@ class WorkerStatus(NamedTuple):
 
 
 class Follower(Protocol):
-    """Receives starts, messages and ends of workers: the gateway if this process has the API, else `fleet.Fleet`."""
+    """Receives starts, messages and ends of workers: a `WorkerMonitor` if this process has the API, else a `Fleet`."""
 
-    links: WorkerRegistry
+    workers: WorkerRegistry
 
     @property
     def ready(self) -> Ready | None:
@@ -75,20 +75,20 @@ class Follower(Protocol):
         machine."""
         ...
 
-    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+    def receive(self, worker: WorkerHandle, messages: Sequence[Wire]) -> None:
         """Process messages of a worker."""
         ...
 
-    def drain(self, link: WorkerHandle) -> None:
+    def drain(self, worker: WorkerHandle) -> None:
         """A worker is to be replaced."""
         ...
 
-    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+    def mark_down(self, worker: WorkerHandle, reason: str, *, asked: bool = False) -> None:
         """A worker has ended; idempotent. asked: it ended on request."""
         ...
 
-    def look(self) -> None:
-        """Check for workers without heartbeats; called every LOOK_S."""
+    def check_heartbeats(self) -> None:
+        """Check for workers without heartbeats; called every CHECK_S."""
         ...
 
 
@@ -145,7 +145,7 @@ class Supervised(SupervisedProcess):
     @property
     def seat(self) -> WorkerStatus:
         """Its status."""
-        link = next((link for link in self._gateway.links if link.name == self.name), None)
+        link = next((link for link in self._gateway.workers if link.name == self.name), None)
         state: State = "idle"
         if self.given_up is not None:
             state = "given up"
@@ -186,7 +186,7 @@ class Supervised(SupervisedProcess):
             try:
                 process = self._process(epoch, jobs, inbox.address)
             except OSError as error:
-                self._gateway.lose(link, f"no process can be started: {error}")
+                self._gateway.mark_down(link, f"no process can be started: {error}")
                 raise
             link.pid, ended, began = process.pid, process.ended, clock()
             following = asyncio.create_task(self._follow(link, inbox, outbox))
@@ -207,9 +207,9 @@ class Supervised(SupervisedProcess):
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
-                        self._gateway.lose(link, REPLACED if self._wanted.is_set() else SPARED, asked=True)
+                        self._gateway.mark_down(link, REPLACED if self._wanted.is_set() else SPARED, asked=True)
                 elif leaving.done():
-                    self._gateway.lose(link, REPLACED, asked=True)
+                    self._gateway.mark_down(link, REPLACED, asked=True)
                 first.cancel()
                 if ended.done() and not stopping.done():
                     await asyncio.wait({following}, timeout=WORDS_S)  # its last message may give the reason
@@ -222,7 +222,7 @@ class Supervised(SupervisedProcess):
                 await asyncio.wait({following})
                 if not following.cancelled() and (error := following.exception()) is not None:
                     log.error("messages of %s could not be processed", self.place.name, exc_info=error)
-                self._gateway.lose(link, "the server is stopping")  # no effect if another reason was given before
+                self._gateway.mark_down(link, "the server is stopping")  # no effect if another reason was given before
             seconds = 0.0 if ready_at is None else clock() - ready_at
             return End(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
 
@@ -306,7 +306,7 @@ class Supervised(SupervisedProcess):
             if not outbox.address and isinstance(first := messages[0], Listening):
                 outbox.open(first.inbox)
                 link.inbox, messages = first.inbox, messages[1:]
-            self._gateway.take(link, messages)
+            self._gateway.receive(link, messages)
 
     def _why(self, link: WorkerHandle, process: Process, silent: bool, ready: bool) -> str:
         if link.lost in (REPLACED, SPARED):
@@ -321,13 +321,13 @@ class Supervised(SupervisedProcess):
             why = f"the worker has sent no heartbeat for {SILENCE_S} s"
         else:
             why = "the worker's messages could not be processed"
-        self._gateway.lose(link, why)
+        self._gateway.mark_down(link, why)
         return why
 
     async def _end(self, link: WorkerHandle, process: Process, *, ready: bool) -> None:
         """End the process. If it was sent Stop, it has STOP_S to check its pages and exit; if it reported its own end,
         it has STOP_S to exit. If it sends no heartbeats or is still loading, it is killed at once."""
-        if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
+        if ready and not process.ended.done() and not self._gateway.workers.is_silent(link):
             if self._stopping.is_set() or link.lost in (REPLACED, SPARED):
                 link.outbox.put(Stop())
             with suppress(TimeoutError):
@@ -448,8 +448,8 @@ class Supervisor:
     async def given_up(self) -> str:
         """Returns the reason once no worker can answer and none will be restarted."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            self._gateway.look()
+            await asyncio.sleep(CHECK_S)
+            self._gateway.check_heartbeats()
             left = [
                 worker
                 for worker in self.workers
@@ -513,18 +513,18 @@ class Supervisor:
         Raises KeyError for an unknown name.
         """
         worker = self._of(name)
-        if not isinstance(self._gateway, Gateway):
+        if not isinstance(self._gateway, WorkerMonitor):
             return "role switches need a single API process that knows all requests: leave api_replicas out"
-        link = next((link for link in self._gateway.links if link.name == name), None)
+        link = next((link for link in self._gateway.workers if link.name == name), None)
         if link is None or worker.given_up is not None:
             return f"{name} does not run: {worker.given_up or 'it has not been started yet'}"
         if worker.seat.state == "idle":
             return f"{name} does not run: {SPARED}"
         if link.role == role:
             return None
-        if (why_not := refusal(self._gateway.links, link, role)) is None:
+        if (why_not := refusal(self._gateway.workers, link, role)) is None:
             worker.role = role
-            self._gateway.turn(link, role)
+            self._gateway.switch_role(link, role)
         return why_not
 
     def end(self) -> None:

@@ -11,21 +11,21 @@ import msgspec
 
 from redline.errors import RedlineError
 from redline.policy.expected import Roles, Traffic
-from redline.policy.roles import Fleet
+from redline.policy.roles import FleetRoles
 from redline.policy.targets import Targets
-from redline.simulate.trial import Trial
+from redline.simulate.trial import SimulationInput
 
 LONGEST_S = 60.0  # timeout for all splits; on a core of its own the process needs about 1 s
 
 
 async def tried(
-    traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], splits: Sequence[Roles]
+    traffic: Traffic, fleet: FleetRoles, targets: Mapping[str, Targets], splits: Sequence[Roles]
 ) -> dict[Roles, float]:
     """The share of recent requests that would meet their SLO targets with each split (`simulate.fleet.tried`).
 
     Raises RedlineError if the process cannot be started, fails, or takes longer than LONGEST_S.
     """
-    trial = Trial(traffic=traffic, model=fleet.model, targets=dict(targets), splits=tuple(splits))
+    trial = SimulationInput(traffic=traffic, model=fleet.model, targets=dict(targets), splits=tuple(splits))
     pipe = asyncio.subprocess.PIPE
     command = sys.executable, "-m", "redline.simulate.trial"
     try:

@@ -33,7 +33,7 @@ from redline.disk import check_output, save
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.prompts import prompts, read_prompts
 from redline.draft.corpus.synth import INTERRUPTED, check_target, in_bulk, sampling_check
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.target import TargetModel
 from redline.draft.mine.difficulty import Scores, Serving, walk
 from redline.draft.mine.report import drawn, length_plot, narrow, tell_skipped
 from redline.draft.mine.teacher_forcing import TeacherForcing
@@ -42,8 +42,9 @@ from redline.messages.base import Record
 from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
-from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
+from redline.worker.acceptance import DraftRound, Spoken, acceptance_length, by_position, perfect, spoken
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
@@ -76,7 +77,7 @@ class EvalConfig(Record, frozen=True):
     device: str | None = None
 
 
-class Asked(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """A prompt as token ids."""
 
     id: str
@@ -85,7 +86,7 @@ class Asked(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Measured(Record, frozen=True):
+class DomainAcceptance(Record, frozen=True):
     """One domain at one k in one mode. Lengths in tokens per round."""
 
     domain: str
@@ -127,7 +128,7 @@ class Evaluation(Record, frozen=True):
 
     target: str
     draft: str
-    measured: tuple[Measured, ...]
+    measured: tuple[DomainAcceptance, ...]
     short: tuple[str, ...]  # measurements that ran out of prompts before reaching their rounds
     pooled: tuple[Pooled, ...] = ()  # for every k and mode with rounds
 
@@ -140,7 +141,7 @@ Offline = Callable[[Sequence[Spoken], Serving, int], list[Scores]]
 
 def evaluate(
     open_engine: Open,
-    asked: Sequence[Asked],
+    asked: Sequence[TokenizedPrompt],
     config: EvalConfig,
     offline: Callable[[Engine], Offline] | None = None,
     done: Callable[[str, int], object] = lambda what, rounds: None,
@@ -151,7 +152,7 @@ def evaluate(
     the scoring function for an engine, using the engine's copy of the target; None disables scoring. Raises ConfigError
     if an answer ends in an error.
     """
-    measured: list[Measured] = []
+    measured: list[DomainAcceptance] = []
     short: list[str] = []
     pooled: list[Pooled] = []
     for k in config.k:
@@ -195,7 +196,7 @@ def agree(evaluation: Evaluation) -> bool:
     return found is None or found[2] < ENOUGH or abs(found[0] - found[1]) <= 0.01
 
 
-def jobs_of(engine: Engine, asked: Sequence[Asked], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
+def jobs_of(engine: Engine, asked: Sequence[TokenizedPrompt], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
     """A job for each prompt. turn: how often the same prompts were used before; it changes the sampling seed.
 
     max_tokens is reduced if the prompt leaves less room in the engine's context.
@@ -219,7 +220,7 @@ def jobs_of(engine: Engine, asked: Sequence[Asked], config: EvalConfig, mode: Mo
 
 def _ask_all(
     engine: Engine,
-    asked: Sequence[Asked],
+    asked: Sequence[TokenizedPrompt],
     config: EvalConfig,
     k: int,
     mode: Mode,
@@ -254,10 +255,10 @@ def _ask_all(
 
 
 def _batches(
-    asked: Sequence[Asked], *, again: bool, missing: Callable[[str], bool], size: int
-) -> Iterator[tuple[int, list[Asked]]]:
+    asked: Sequence[TokenizedPrompt], *, again: bool, missing: Callable[[str], bool], size: int
+) -> Iterator[tuple[int, list[TokenizedPrompt]]]:
     """Batches of prompts of the domains that still need rounds, round-robin over domains."""
-    domains: dict[str, list[Asked]] = defaultdict(list)
+    domains: dict[str, list[TokenizedPrompt]] = defaultdict(list)
     for one in asked:
         domains[one.domain].append(one)
     turn = 0
@@ -274,13 +275,13 @@ def _batches(
 
 def _measure(
     domain: str, answers: Sequence[Spoken], k: int, mode: Mode, config: EvalConfig, offline: Offline | None
-) -> Measured:
+) -> DomainAcceptance:
     rounds = [answer.rounds for answer in answers]
     length = acceptance_length(rounds, config.seed)
     scored = answers[: config.offline] if offline is not None else []
     beside = _beside(scored, k, mode, config, offline) if offline is not None and scored else (None,) * 4
     onehot, foretold, foretold_first, engine_first = beside
-    return Measured(
+    return DomainAcceptance(
         domain=domain,
         k=k,
         mode=mode,
@@ -301,7 +302,7 @@ def _measure(
 
 def _pooled(answers: Sequence[Spoken], k: int, mode: Mode, seed: int) -> list[Pooled]:
     """A list of one; empty if there is no round."""
-    by_prompt: dict[str, list[Round]] = defaultdict(list)
+    by_prompt: dict[str, list[DraftRound]] = defaultdict(list)
     for answer in answers:  # in sampled mode a prompt may occur several times
         by_prompt[answer.id] += answer.rounds
     length = acceptance_length(list(by_prompt.values()), seed)
@@ -327,7 +328,7 @@ def _beside(
     """one-hot ceiling, predicted length, predicted acceptance of first drafts, the engine's over the same rounds."""
     if mode == "greedy":
         found = offline(answers, Serving("onehot", 0.0, own=True), k)
-        foretold = acceptance_length([[Round(*one) for one in walk(scores, k)] for scores in found]).mean
+        foretold = acceptance_length([[DraftRound(*one) for one in walk(scores, k)] for scores in found]).mean
         ceiling = None
     else:
         found = offline(answers, Serving("sampled", config.temperature, config.top_p), k)
@@ -401,7 +402,7 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
         return INTERRUPTED
 
 
-def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
+def check(config: EvalConfig) -> "tuple[list[TokenizedPrompt], list[str]]":
     """The prompts, and a message for each line that is not a prompt.
 
     The drafter is not checked: an earlier stage may still have to make it. Raises ConfigError if another setting is
@@ -424,7 +425,9 @@ def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
     return _asked(config)
 
 
-def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: Mapping[str, Any] | None) -> int:
+def _run(
+    config: EvalConfig, asked: Sequence[TokenizedPrompt], console: Console, origin: Mapping[str, Any] | None
+) -> int:
     offline = functools.partial(_offline, config) if config.offline else None
 
     def open_engine(k: int) -> Engine:
@@ -478,17 +481,19 @@ def _save(path: Path, facts: Mapping[str, Any], evaluation: Evaluation, console:
         drawn(picture, console, length_plot, by_domain, f"acceptance length, {mode}")
 
 
-def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
+def _asked(config: EvalConfig) -> tuple[list[TokenizedPrompt], list[str]]:
     """The prompts of a file, of a corpus or of the built-in templates. Raises ConfigError."""
     if config.corpus is not None:
         examples, skipped = read_examples(Path(config.corpus))
-        asked = [Asked(one.id, one.domain, one.language, one.tokens[: one.prompt]) for one in examples]
+        asked = [TokenizedPrompt(one.id, one.domain, one.language, one.tokens[: one.prompt]) for one in examples]
     else:
         found, skipped = read_prompts(Path(config.prompts)) if config.prompts is not None else ([], [])
         found = found if config.prompts is not None else prompts(config.domains, config.count, config.seed + HELD_OUT)
-        tokenizer, style = Tokenizer.open(Path(config.target)), style_of(Path(config.target))
+        target = Path(config.target)
+        tokenizer, style = Tokenizer.open(target), style_of(target, spec_of(target).chat)
         asked = [
-            Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style))) for one in found
+            TokenizedPrompt(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style)))
+            for one in found
         ]
     if not asked:
         raise ConfigError(f"{config.prompts or config.corpus}: contains no prompt")
@@ -499,7 +504,7 @@ def _offline(config: EvalConfig, engine: Engine) -> Offline:
     """Teacher forcing as in `mine`, with the engine's copy of the target; the engine is idle during scoring."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)
-    teacher_forcing = TeacherForcing(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)
+    teacher_forcing = TeacherForcing(TargetModel(model, engine.fingerprint, drafter.config.layer_ids), drafter)
 
     def offline(answers: Sequence[Spoken], serving: Serving, k: int) -> list[Scores]:
         examples = [

@@ -39,7 +39,7 @@ from redline.draft.corpus.traces import trace_file
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine import mine
 from redline.draft.mine.mine import MineConfig
-from redline.draft.stages import Stage, fill, run_stages
+from redline.draft.stages import RecipeStage, fill, run_stages
 from redline.draft.train import train
 from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
@@ -114,7 +114,7 @@ def stages_of(
     origin: Mapping[str, Any] | None = None,
     told: TellStage = lambda stage, tokens, seconds: None,
     device: str | None = None,
-) -> tuple[list[Stage], Path]:
+) -> tuple[list[RecipeStage], Path]:
     """The stages of a recipe, and the folder of all their outputs.
 
     path: the recipe. out, device: override the recipe's. Raises ConfigError naming file and table.key, and
@@ -133,7 +133,7 @@ def stages_of(
         raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
     if top.stream and top.capture:
         raise ConfigError(f"{path}: capture: not used with stream = true; remove one of them")
-    stages: list[Stage] = []
+    stages: list[RecipeStage] = []
 
     def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
         return fill(kind, f"{path}: {name}", {**somewhere, **given, **forced}, paths)
@@ -156,7 +156,9 @@ def stages_of(
         config = fill(SynthConfig, f"{path}: synth", values, paths)
         made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
         work = partial(synth.run, told=partial(told, "synth"))
-        stages.append(Stage("synth", config, work, made, reads, facts, (*paths, "engine"), ("count",), synth.check))
+        stages.append(
+            RecipeStage("synth", config, work, made, reads, facts, (*paths, "engine"), ("count",), synth.check)
+        )
 
     def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
         """The trainer's source: a capture or, with `stream`, the corpus itself."""
@@ -167,7 +169,7 @@ def stages_of(
         config = table("capture", CaptureConfig, top.capture, paths)
         idle = (*paths, "device", "shard_bytes")
         work = partial(capture.run, told=partial(told, name))
-        stages.append(Stage(name, config, work, (folder,), reads, facts, idle, ("disk",), capture.check))
+        stages.append(RecipeStage(name, config, work, (folder,), reads, facts, idle, ("disk",), capture.check))
         return {"capture": str(folder), "corpus": ()}
 
     def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
@@ -177,7 +179,7 @@ def stages_of(
             paths["start"] = start
         config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
         idle = (*paths, "device")
-        stages.append(Stage(name, config, train.run, (folder,), reads, facts, idle, check=train.check))
+        stages.append(RecipeStage(name, config, train.run, (folder,), reads, facts, idle, check=train.check))
         return str(folder)
 
     if top.train is None:
@@ -193,7 +195,7 @@ def stages_of(
         paths = {"target": target, "draft": first, "corpus": corpus, "out": str(folder)}
         config = table("mine", MineConfig, values, paths)
         idle = (*paths, "device", "batch")
-        stages.append(Stage(stage, config, mine.run, (folder,), reads, idle=idle, check=mine.check))
+        stages.append(RecipeStage(stage, config, mine.run, (folder,), reads, idle=idle, check=mine.check))
         source = captured(f"{stage}-capture", (str(folder / "mixed.jsonl"),), ())
         drafters[name] = trained(name, "retrain", _merged(top.train, top.retrain), source, first)
 
@@ -214,7 +216,9 @@ def stages_of(
             return evaluate.run(config, console, origin)
 
         # The batch size is not idle: a step with more rows has less room for drafts, and rounds with fewer are shorter.
-        stages.append(Stage(stage, config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
+        stages.append(
+            RecipeStage(stage, config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check)
+        )
 
     if top.eval is not None:
         last = MINED if MINED in drafters else BASE
@@ -222,7 +226,7 @@ def stages_of(
             measured(name, "eval" if name == last else f"eval-{name}", top.eval)
     final = out / "drafter"
     config = BestConfig(target=target, out=str(final), drafters=drafters, evaluations=evaluations)
-    stages.append(Stage("export", config, best.run, (final,), idle=config.__struct_fields__))
+    stages.append(RecipeStage("export", config, best.run, (final,), idle=config.__struct_fields__))
     return stages, out
 
 

@@ -29,7 +29,7 @@ from redline.messages.base import Record, explained
 STAMPS = "stamps"
 
 
-class Run(Protocol):
+class StageFunction(Protocol):
     """The function of a stage; every verb has one."""
 
     def __call__(self, config: Any, console: Console) -> int:
@@ -38,7 +38,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecipeStage:
     """One step of a chain.
 
     `makes`: the stage's own files and folders under OUT; they are removed if it starts over.
@@ -46,7 +46,7 @@ class Stage:
 
     name: str
     config: Record
-    run: Run
+    run: StageFunction
     makes: tuple[Path, ...]
     reads: tuple[Path, ...] = ()  # external files, hashed by content
     facts: tuple[str, ...] = ()  # other inputs of the result, such as the target's fingerprint
@@ -63,7 +63,7 @@ class _Stamp(Record, frozen=True):
     seconds: float = 0.0  # duration of the run that completed it
 
 
-def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
+def run_stages(stages: Sequence[RecipeStage], out: Path, console: Console) -> int:
     """Runs the unfinished stages in order; returns 0, or the first nonzero status, which ends the run.
 
     out: the folder of all outputs. Raises ConfigError before any stage runs if a requirement is missing, and
@@ -105,22 +105,22 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
     return 0
 
 
-def seconds_of(stage: Stage, out: Path) -> float | None:
+def seconds_of(stage: RecipeStage, out: Path) -> float | None:
     """Duration of the run that completed the stage, loading included; None if it is not done."""
     found = _read(_stamp_file(stage, out))
     return found.seconds if found is not None and found.done else None
 
 
-def _is_done(stage: Stage, stamp: str, out: Path) -> bool:
+def _is_done(stage: RecipeStage, stamp: str, out: Path) -> bool:
     found = _read(_stamp_file(stage, out))
     return found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes)
 
 
-def _stamp_file(stage: Stage, out: Path) -> Path:
+def _stamp_file(stage: RecipeStage, out: Path) -> Path:
     return out / STAMPS / f"{stage.name}.json"
 
 
-def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
+def stamp_of(stage: RecipeStage, before: str, without: tuple[str, ...] = ()) -> str:
     """The stamp in hex, over all keys but those in `without` and the idle ones. before: the previous stage's stamp.
 
     Raises ConfigError if a file that the stage reads does not exist.
@@ -161,7 +161,7 @@ def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mappin
         raise ConfigError(f"{place}{at}: {message}") from None
 
 
-def _empty(stage: Stage, out: Path, console: Console) -> None:
+def _empty(stage: RecipeStage, out: Path, console: Console) -> None:
     """Removes the stage's outputs that were made with another stamp."""
     for made in stage.makes:
         if made.exists():

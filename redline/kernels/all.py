@@ -10,6 +10,7 @@ from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.route_experts import route_experts
 from redline.kernels.cpu.sample import sample
+from redline.kernels.hopper.collectives.all_reduce import all_reduce
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import choose_experts
@@ -24,7 +25,6 @@ from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
@@ -56,7 +56,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 
 # The launches of a GPU decode step in order, then their counterparts for many tokens, then data transfers.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
-    *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, sum_ranks, gates),
+    *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, all_reduce, gates),
     *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.hopper, settle_rows),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),

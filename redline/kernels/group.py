@@ -1,8 +1,8 @@
 """Tensor parallelism: the ranks of one model, processes that each hold a part of every weight and all-reduce results.
 
 A rank has some of the heads and a slice of every expert's width, so a sublayer's result is a partial sum on each rank.
-`Group.add` is the all-reduce. It produces the same bits on every rank, since each adds in rank order. Everything that
-follows from equal bits is equal: norms, experts chosen, tokens sampled. So ranks never exchange decisions.
+`Group.all_reduce` produces the same bits on every rank, since each adds in rank order. Everything that follows from
+equal bits is equal: norms, experts chosen, tokens sampled. So ranks never exchange decisions.
 """
 
 from collections.abc import Callable
@@ -29,37 +29,37 @@ class Group(Protocol):
         """Number of ranks."""
         ...
 
-    def add(self, partial: Tensor) -> Tensor:
-        """All-reduce: the sum of all ranks' partial sums [T, D], added in rank order; may reuse the given tensor."""
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of all ranks' partial sums [T, D], added in rank order; may reuse the given tensor."""
         ...
 
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Begins `add`. Call the result once to finish it; until then the device may do other work."""
+    def begin_all_reduce(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Begins `all_reduce`. Call the result once to finish it; until then the device may do other work."""
         ...
 
-    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
-        """Reduce-scatter: begins to add partial sums [ranks * n, D], as in `begin_add`; this rank gets its own n rows
-        of the sum, from rank * n on. The input must not be read or written until it is finished."""
+    def begin_reduce_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Begins to add partial sums [ranks * n, D], as in `begin_all_reduce`; this rank gets its own n rows of the
+        sum, from rank * n on. The input must not be read or written until it is finished."""
         ...
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """All-gather: begins to write the n rows of each rank, in rank order, into whole [ranks * n, W] on every rank.
+    def begin_all_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+        """Begins to write the n rows of each rank, in rank order, into whole [ranks * n, W] on every rank.
         Call the result once to finish it; it returns `whole`. Neither tensor may be touched until then."""
         ...
 
-    def gather(self, part_RV: Tensor) -> Tensor:
-        """All-gather of columns: [R, V / ranks] of each rank -> [R, V] on every rank, concatenated in rank order."""
+    def all_gather(self, part_RV: Tensor) -> Tensor:
+        """Columns: [R, V / ranks] of each rank -> [R, V] on every rank, concatenated in rank order."""
         ...
 
     def check(self) -> None:
         """Raises RankLost if a device timed out waiting for a rank: all its results since then are invalid."""
         ...
 
-    def allow(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Sets the timeout, in seconds, of one call while waiting for another rank."""
         ...
 
-    def lose(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Marks a rank as lost, with this reason: calls that are waiting raise RankLost within a second, as does every
         later call. Thread-safe."""
         ...
@@ -75,34 +75,34 @@ class Alone:
     rank = 0
     ranks = 1
 
-    def add(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """The same tensor."""
         return partial
 
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+    def begin_all_reduce(self, partial: Tensor) -> Callable[[], Tensor]:
         """Returns the same tensor."""
         return lambda: partial
 
-    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+    def begin_reduce_scatter(self, partial: Tensor) -> Callable[[], Tensor]:
         """Returns the same tensor, since all rows are this rank's own."""
         return lambda: partial
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+    def begin_all_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """Copies `own` into `whole`."""
         whole.copy_(own)
         return lambda: whole
 
-    def gather(self, part_RV: Tensor) -> Tensor:
+    def all_gather(self, part_RV: Tensor) -> Tensor:
         """The same tensor."""
         return part_RV
 
     def check(self) -> None:
         """Does nothing: there is no other rank."""
 
-    def allow(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Does nothing: there is no other rank to wait for."""
 
-    def lose(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Does nothing: there is no other rank."""
 
     def close(self) -> None:
@@ -115,20 +115,20 @@ START_S = 120.0  # timeout while ranks start, compile, capture CUDA graphs and m
 STEP_S = 5.0  # timeout afterwards
 
 
-def least(group: Group, number: int, device: torch.device) -> int:
+def all_reduce_min(group: Group, number: int, device: torch.device) -> int:
     """The minimum of the ranks' numbers, each up to 2^24, on every rank. Raises RankLost if a rank does not arrive."""
     if group.ranks == 1:
         return number
-    found = group.gather(torch.full((1, 4), float(number), device=device)).min().item()
+    found = group.all_gather(torch.full((1, 4), float(number), device=device)).min().item()
     group.check()  # a device that timed out returns NaN
     return int(found)
 
 
-def meet(group: Group, device: torch.device, seconds: float, afterwards: float) -> None:
+def barrier(group: Group, device: torch.device, seconds: float, afterwards: float) -> None:
     """A barrier: waits at most `seconds` until every rank is here, then sets the timeout to `afterwards`.
 
     Raises RankLost if a rank does not arrive.
     """
-    group.allow(seconds)
-    least(group, 0, device)
-    group.allow(afterwards)
+    group.set_timeout(seconds)
+    all_reduce_min(group, 0, device)
+    group.set_timeout(afterwards)

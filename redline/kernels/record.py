@@ -58,7 +58,7 @@ _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
 
-class Record(ctypes.Structure):
+class ArgumentStruct(ctypes.Structure):
     """One call's arguments. Every field is given by name: a number, or for a pointer a tensor (contiguous, with the
     pointer's element type), an array of Python or ctypes (with the same rules), a record, an address, or None for null.
 
@@ -108,7 +108,7 @@ def _held(value: Any) -> object:
     if isinstance(value, array):
         return _ARRAYS.get(value.typecode)
     kind: type = vars(type(value))["_type_"] if isinstance(value, ctypes.Array) else type(value)
-    return kind.__name__ if issubclass(kind, Record) else _C.get(kind)
+    return kind.__name__ if issubclass(kind, ArgumentStruct) else _C.get(kind)
 
 
 def accepted(element: str) -> frozenset[object]:
@@ -117,7 +117,7 @@ def accepted(element: str) -> frozenset[object]:
 
 
 @functools.cache
-def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]:
+def record(source: Path, name: str, base: type[ArgumentStruct] = ArgumentStruct) -> type[ArgumentStruct]:
     """The struct `name` of a C++ source. Raises LookupError if the source does not declare it, and ValueError for a
     field with an unknown type. base: the base class of the record."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)

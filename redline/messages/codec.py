@@ -31,7 +31,7 @@ from redline.messages.news import (
 )
 from redline.messages.profile import Profile, Profiled
 from redline.messages.ranks import Export, Grow, Scatter
-from redline.messages.replicas import Ask, Drain, Replicas, Roster, Told, Use
+from redline.messages.replicas import Drain, ReplicaQuery, ReplicaReply, Replicas, Roster, Use
 from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
 
 Wire = (
@@ -41,7 +41,7 @@ Wire = (
     | PrefillStarted | PullRequest | ChunkReady | ChunkAck | PrefillDone | WorkerDown
     | TakeRole | RoleTaken
     | Listening | Machine | Orders | Refused
-    | Replicas | Roster | Use | Ask | Told | Drain
+    | Replicas | Roster | Use | ReplicaQuery | ReplicaReply | Drain
     | Profile | Profiled
     | ImageWanted | ImageData
 )  # fmt: skip

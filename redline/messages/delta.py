@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 from redline.messages.job import JobId
 from redline.messages.step import Drafter, Proposer, TokenLogprobs
 
@@ -58,7 +58,7 @@ Note = Preempted | Resumed | Brought | Drafted
 """Why a job's tokens came when they did; shown in its trace."""
 
 
-class Delta(Message, frozen=True):
+class Delta(WireMessage, frozen=True):
     """New tokens of a job, perhaps with its end; or, before the first token, a part of the prompt's log probabilities;
     or only notes.
 

@@ -15,33 +15,33 @@ The content of a parcel is defined in `run/kv_chunks.py`. The format has a name;
 transfer.
 """
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 from redline.messages.delta import Note
 from redline.messages.job import Job, JobId, PagesFrom
 from redline.messages.parcel import Ticket
 from redline.messages.step import TokenLogprobs
 
 
-class Prefill(Message, frozen=True):
+class Prefill(WireMessage, frozen=True):
     """Compute a prompt and sample the first token; the KV pages are for another worker."""
 
     job: Job  # the same as sent to the decode worker
     to: PagesFrom  # the decode worker
 
 
-class Queued(Message, frozen=True):
+class Queued(WireMessage, frozen=True):
     """The prompt of a job waits in the prefill worker's queue. Sent periodically."""
 
     job: JobId
 
 
-class PrefillStarted(Message, frozen=True):
+class PrefillStarted(WireMessage, frozen=True):
     """Prefill of a job has started. Sent once at the start, then periodically until the prompt is handed over."""
 
     job: JobId
 
 
-class PullRequest(Message, frozen=True):
+class PullRequest(WireMessage, frozen=True):
     """Request for the KV pages of a job from position `first` on, which is a page boundary; the decode worker has
     the pages before it."""
 
@@ -58,7 +58,7 @@ class Piece(Record, frozen=True):
     draft: tuple[int, int] = (0, 0)  # places of the drafter's rows, [first, end); only with the last layers
 
 
-class ChunkReady(Message, frozen=True):
+class ChunkReady(WireMessage, frozen=True):
     """A parcel of a job is ready. It may be read until its lease expires; the decode worker waits no longer than
     that."""
 
@@ -68,14 +68,14 @@ class ChunkReady(Message, frozen=True):
     ticket: Ticket  # location and checksum of the parcel
 
 
-class ChunkAck(Message, frozen=True):
+class ChunkAck(WireMessage, frozen=True):
     """The parcel was read and its checksum verified, or it is no longer wanted: its buffer may be reused."""
 
     id: int
     epoch: int
 
 
-class PrefillDone(Message, frozen=True):
+class PrefillDone(WireMessage, frozen=True):
     """Prefill is complete, and all parcels were offered. With `error`, the prompt could not be computed."""
 
     job: JobId
@@ -91,7 +91,7 @@ class PrefillDone(Message, frozen=True):
     error: str | None = None
 
 
-class WorkerDown(Message, frozen=True):
+class WorkerDown(WireMessage, frozen=True):
     """A worker is down: one start of it (`epoch`) has ended or sends no heartbeats. Stop waiting for its messages."""
 
     worker: str

@@ -1,8 +1,10 @@
 """Generation requests: token ids and how to continue them. No text, no HTTP."""
 
-from typing import NewType
+from typing import Annotated, NewType
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
+from redline.messages.sampling_option import Api, Option, Own, options_of
+from redline.messages.sampling_option import SamplingStage as Stage
 
 JobId = NewType("JobId", str)
 PageId = NewType("PageId", int)
@@ -30,25 +32,48 @@ class Grammar(Record, frozen=True):
     thinking: Thinking | None = None  # None: no reasoning, or no limit on it
 
 
+_OPENAI, _ANY = Api.OPENAI, Api.OPENAI | Api.RESPONSES | Api.ANTHROPIC
+_BUT_RESPONSES = Api.OPENAI | Api.ANTHROPIC
+_BIASES = tuple[tuple[int, float], ...]  # (token id, value added to its logit)
+
+
 class Sampling(Record, frozen=True):
-    """Sampling parameters. The api package checks their bounds when it reads a request."""
+    """Sampling parameters. A field with an `Option` is a sampling option, and its line the option's only declaration.
+
+    The api package checks the ranges when it reads a request.
+    """
 
     max_tokens: int  # maximum length of the answer
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # 1: no top-p filtering
-    top_k: int = 0  # 0: no top-k filtering
-    min_p: float = 0.0  # keeps tokens with p >= min_p * max p
-    presence_penalty: float = 0.0  # over generated tokens
-    frequency_penalty: float = 0.0  # over generated tokens
-    repetition_penalty: float = 1.0  # over prompt and generated tokens
-    seed: int = 0  # the random numbers are a function of (seed, position) alone
+    # fmt: off
+    temperature: Annotated[float, Option(Stage.TEMPERATURE, 0, 2, _ANY, 0.7, "O", file=True, note="0: greedy")] = 1.0
+    top_p: Annotated[float, Option(Stage.FILTER, 0, 1, _ANY, 0.5, "O", file=True, note="0: greedy")] = 1.0
+    top_k: Annotated[int, Option(Stage.FILTER, -1, 1 << 20, _BUT_RESPONSES, 3, file=True, off=-1, note="0: off")] = 0
+    # keeps tokens with p >= min_p * max p
+    min_p: Annotated[float, Option(Stage.FILTER, 0, 1, _OPENAI, 0.2, file=True, note="of the largest p")] = 0.0
+    presence_penalty: Annotated[float, Option(Stage.PENALTY, -2, 2, _OPENAI, 0.5, "O", note="of the answer")] = 0.0
+    frequency_penalty: Annotated[float, Option(Stage.PENALTY, -2, 2, _OPENAI, 0.5, "O", note="of the answer")] = 0.0
+    # It divides and multiplies float32 logits: at 1e-40 they would overflow, and the argmax be undefined.
+    repetition_penalty: Annotated[float, Option(Stage.PENALTY, 0.01, 10, _OPENAI, 1.5, note="of prompt, answer")] = 1.0
+    # the random numbers are a function of (seed, position) alone
+    seed: Annotated[int, Own(Stage.DRAW, -(1 << 63), (1 << 63) - 1, _OPENAI, 7, "O")] = 0
     seeded: bool = False  # the client gave the seed: the answer must not depend on speculative decoding
     stop_ids: tuple[int, ...] = ()  # generation ends with one of these (the id is reported)
-    min_tokens: int = 0  # stop_ids are masked for the first `min_tokens` tokens
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
-    logprobs: int | None = None  # None: none; n: of the chosen token and the n most likely ones
-    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    # stop_ids are masked for the first `min_tokens` tokens
+    min_tokens: Annotated[int, Own(Stage.LENGTH, 0, (1 << 31) - 2, _OPENAI, 4, note="no stop before")] = 0
+    logit_bias: Annotated[_BIASES, Own(Stage.BIAS, -100, 100, _OPENAI, ((3, 1.0),), "O", note="up to 300 ids")] = ()
+    # None: none; n: of the chosen token and the n most likely ones; prompt_logprobs: of each prompt token but the first
+    logprobs: Annotated[int | None, Own(Stage.REPORT, 0, 20, _OPENAI, 4, "O", note="chat: a bool")] = None
+    prompt_logprobs: Annotated[int | None, Own(Stage.REPORT, 0, 20, _OPENAI, 1, note="of the prompt")] = None
+    # fmt: on
     grammar: Grammar | None = None  # None: any token is allowed
+
+
+OPTIONS = options_of(Sampling)
+
+
+def options_at(stage: Stage) -> tuple[Option, ...]:
+    """The sampling options that this stage reads, in the order of `Sampling`."""
+    return tuple(option for option in OPTIONS.values() if option.stage is stage)
 
 
 class MediaSpan(Record, frozen=True):
@@ -72,7 +97,7 @@ class PagesFrom(Record, frozen=True):
     format: str = ""  # name of its parcels' format
 
 
-class Job(Message, frozen=True):
+class Job(WireMessage, frozen=True):
     """A request for the engine: a prompt to continue."""
 
     id: JobId
@@ -90,7 +115,7 @@ class Job(Message, frozen=True):
     replica: str = ""  # the API replica that sent the job and receives its deltas; empty: there is only one
 
 
-class Abort(Message, frozen=True):
+class Abort(WireMessage, frozen=True):
     """The client disconnected, or a stop string was found: end the job and release its pages."""
 
     job: JobId

@@ -5,7 +5,7 @@ which workers should run there. So lost, duplicated and late messages are harmle
 whole state.
 """
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 
 SAY_S = 1.0  # interval of these messages, on both sides
 
@@ -18,7 +18,7 @@ class Running(Record, frozen=True):
     ended: str | None = None  # how it ended, such as "with code 1"; None while it runs
 
 
-class Machine(Message, frozen=True):
+class Machine(WireMessage, frozen=True):
     """Heartbeat of an agent: its machine, and the workers that run there."""
 
     name: str  # of the machine, as in `at` of [[workers]]
@@ -39,20 +39,20 @@ class Order(Record, frozen=True):
     devices: tuple[int, ...] = ()  # GPUs of that machine; empty: all visible ones
 
 
-class Orders(Message, frozen=True):
+class Orders(WireMessage, frozen=True):
     """All workers that should run on a machine; the agent ends all others that it has started."""
 
     server: str  # random id of this start of the server
     workers: tuple[Order, ...] = ()
 
 
-class Refused(Message, frozen=True):
+class Refused(WireMessage, frozen=True):
     """The server rejects an agent. `reason` is one line for the agent's operator."""
 
     reason: str
 
 
-class Listening(Message, frozen=True):
+class Listening(WireMessage, frozen=True):
     """The address of a worker's inbox. Sent as the first message by a worker that chose a free port."""
 
     inbox: str

@@ -3,7 +3,7 @@ Stop)."""
 
 from typing import Literal
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 from redline.messages.job import PageHash
 
 Role = Literal["both", "prefill", "decode"]
@@ -11,7 +11,7 @@ Role = Literal["both", "prefill", "decode"]
 prompt itself if no prefill worker does; both: it does prefill and decode of its own jobs."""
 
 
-class Ready(Message, frozen=True):
+class Ready(WireMessage, frozen=True):
     """The model is loaded, and the worker accepts jobs. The api package checks requests against these limits."""
 
     max_model_len: int  # prompt + generated tokens of one job
@@ -31,32 +31,32 @@ class Ready(Message, frozen=True):
     image_tokens: int = 0  # of the images of one prompt, at most; 0: the model reads no images
 
 
-class TakeRole(Message, frozen=True):
+class TakeRole(WireMessage, frozen=True):
     """Switch the worker's role. It replies with `RoleTaken`, and finishes the jobs of its previous role."""
 
     role: Role
 
 
-class RoleTaken(Message, frozen=True):
+class RoleTaken(WireMessage, frozen=True):
     """Reply to `TakeRole`: the new role has reached the worker's loop."""
 
     role: Role
 
 
-class Failed(Message, frozen=True):
+class Failed(WireMessage, frozen=True):
     """The worker could not start, or has ended. `reason` is one line for the operator."""
 
     reason: str
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(WireMessage, frozen=True):
     """Heartbeat of a worker: sent four times a second once the model is loaded, with or without running jobs."""
 
     turn_s: float = 0.0  # seconds since the loop started its current step; 0 while it waits for jobs
     knock: int = 0  # number of the newest ping that has reached the loop
 
 
-class Ping(Message, frozen=True):
+class Ping(WireMessage, frozen=True):
     """Ping, sent to a worker periodically while it has jobs. Its next heartbeat contains the number; and the loop
     sends the ping back among its other messages, so that a loss of earlier messages is detected."""
 
@@ -64,7 +64,7 @@ class Ping(Message, frozen=True):
     replica: str = ""  # the API replica that sent the ping; empty: there is only one
 
 
-class Missed(Message, frozen=True):
+class Missed(WireMessage, frozen=True):
     """Number of messages from one writer that were lost at this point, because its connection was cut and made
     again. Produced by the reader (`wire.channel`); a worker sends it on if messages to it were lost."""
 
@@ -119,7 +119,7 @@ class TierLoad(Record, frozen=True):
     lost_s: float = 0.0  # read time minus predicted compute time, summed where reading was slower
 
 
-class Load(Message, frozen=True):
+class Load(WireMessage, frozen=True):
     """Current gauges (jobs, pages), and counters since the worker's start."""
 
     running: int  # running jobs, each in a slot
@@ -153,7 +153,7 @@ class Load(Message, frozen=True):
     step_times: tuple[StepTimes, ...] = ()  # of the kinds that occurred; empty: the machine was not measured
 
 
-class Cached(Message, frozen=True):
+class Cached(WireMessage, frozen=True):
     """Pages that were added to a worker's prefix cache or evicted from it since its previous `Cached` message.
 
     The first message of a worker's start has number 1. A gap in the numbers means missed messages; `Recall` requests
@@ -166,9 +166,9 @@ class Cached(Message, frozen=True):
     whole: bool = False  # `stored` is the complete content of the cache
 
 
-class Recall(Message, frozen=True):
+class Recall(WireMessage, frozen=True):
     """Request for the complete content of a worker's prefix cache."""
 
 
-class Stop(Message, frozen=True):
+class Stop(WireMessage, frozen=True):
     """Shut down: abort running jobs, release all pages, check that all are free, exit."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 
 
 class Span(Record, frozen=True, array_like=True):
@@ -18,7 +18,7 @@ class Span(Record, frozen=True, array_like=True):
     facts: dict[str, int | float | str] = msgspec.field(default_factory=dict[str, int | float | str])
 
 
-class Profile(Message, frozen=True):
+class Profile(WireMessage, frozen=True):
     """Record spans for `seconds` from now. A new request ends an earlier one."""
 
     number: int
@@ -26,7 +26,7 @@ class Profile(Message, frozen=True):
     most: int  # maximum number of spans
 
 
-class Profiled(Message, frozen=True):
+class Profiled(WireMessage, frozen=True):
     """Recorded spans, in several messages. The one with `last` set is the end."""
 
     number: int

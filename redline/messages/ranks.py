@@ -1,25 +1,25 @@
 """Messages from rank 0 to the other ranks about the memory that they share (`worker/rank_memory.py`), between two
 steps."""
 
-from redline.messages.base import Message
+from redline.messages.base import WireMessage
 from redline.messages.handoff import Piece
 from redline.messages.job import PageId
 
 
-class Grow(Message, frozen=True):
+class Grow(WireMessage, frozen=True):
     """The memory that the ranks share now has this size in bytes."""
 
     bytes: int
 
 
-class Export(Message, frozen=True):
+class Export(WireMessage, frozen=True):
     """Rank 0's GPU exports a buffer that the other ranks map and copy from. Buffers are numbered from 0 in order."""
 
     handle: bytes
     size: int
 
 
-class Scatter(Message, frozen=True):
+class Scatter(WireMessage, frozen=True):
     """Every rank copies a parcel from the shared memory into these pages; rank 0 has verified it."""
 
     piece: Piece  # its positions are relative to the first of `pages`, which are the job's pages that the parcel covers

@@ -11,7 +11,7 @@ Lists are sent whole whenever they change, so a replica that missed one, or has 
 
 from typing import Literal
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 from redline.messages.news import Role
 
 
@@ -23,7 +23,7 @@ class Replica(Record, frozen=True):
     inbox: str  # the address at which it receives this worker's messages, and no other's
 
 
-class Replicas(Message, frozen=True):
+class Replicas(WireMessage, frozen=True):
     """All replicas that exist now. Jobs of other replicas are to be dropped."""
 
     replicas: tuple[Replica, ...] = ()
@@ -42,7 +42,7 @@ class Start(Record, frozen=True):
     asked: bool = False  # its end was requested, so none of its jobs caused it
 
 
-class Roster(Message, frozen=True):
+class Roster(WireMessage, frozen=True):
     """The newest start of each worker, and the replicas that exist now."""
 
     number: int  # increases with each roster
@@ -69,7 +69,7 @@ class OfKey(Record, frozen=True):
     left: dict[str, float]  # what is left of each rate limit, as far as the replica knows
 
 
-class Use(Message, frozen=True):
+class Use(WireMessage, frozen=True):
     """Heartbeat of a replica, with its current usage. Gauges, unless noted."""
 
     replica: str  # the name of its start
@@ -87,7 +87,7 @@ class Use(Message, frozen=True):
     keys: tuple[OfKey, ...] = ()
 
 
-class Ask(Message, frozen=True):
+class ReplicaQuery(WireMessage, frozen=True):
     """A query. `about` is its subject: a request's id."""
 
     number: int  # chosen by the sender; the reply has the same
@@ -95,14 +95,14 @@ class Ask(Message, frozen=True):
     about: str = ""
 
 
-class Told(Message, frozen=True):
-    """The reply to an `Ask`, in the format that its `what` implies."""
+class ReplicaReply(WireMessage, frozen=True):
+    """The reply to an `ReplicaQuery`, in the format that its `what` implies."""
 
     number: int
     body: bytes
 
 
-class Drain(Message, frozen=True):
+class Drain(WireMessage, frozen=True):
     """Accept no new requests. Running requests may finish."""
 
     reason: str

@@ -6,7 +6,7 @@ The tokens of a running job are kept in its slot on the device: `Begin` fills th
 
 from typing import Literal
 
-from redline.messages.base import Message, Record
+from redline.messages.base import Record, WireMessage
 from redline.messages.job import PageId, Sampling
 
 
@@ -85,7 +85,7 @@ class Drawn(Record, frozen=True):
     digest: int = 0
 
 
-class Step(Message, frozen=True):
+class Step(WireMessage, frozen=True):
     """One forward pass. A step mixes prefill chunks, plain decode rows and verify rows."""
 
     number: int
@@ -146,7 +146,7 @@ class StepResult(Record, frozen=True):
     encode_s: float | None = None  # time of the step's `encodes`, or of those of an earlier step; None: unknown
 
 
-class Place(Message, frozen=True):
+class Place(WireMessage, frozen=True):
     """Set the state of a slot before a measured step: its length, and the draft tokens that its next row verifies.
 
     drafts None: disables suffix matching for the slot.
@@ -157,11 +157,11 @@ class Place(Message, frozen=True):
     drafts: tuple[int, ...] | None = None
 
 
-class RecordMore(Message, frozen=True):
+class RecordMore(WireMessage, frozen=True):
     """Every rank captures the next CUDA graph of those that were not captured at the start."""
 
 
-class Compile(Message, frozen=True):
+class Compile(WireMessage, frozen=True):
     """Every rank compiles this grammar now, and accounts for its size in the memory that all ranks share; a job
     waits for it. The rank keeps it until a `Forget` with its number."""
 
@@ -169,11 +169,11 @@ class Compile(Message, frozen=True):
     text: str
 
 
-class Forget(Message, frozen=True):
+class Forget(WireMessage, frozen=True):
     """Rank 0 has dropped these grammars, and no job needs them: the other ranks may drop them too."""
 
     numbers: tuple[int, ...]  # of the `Compile` messages
 
 
-class Hurry(Message, frozen=True):
+class Hurry(WireMessage, frozen=True):
     """The start is complete: after all ranks have received this, they wait for one another with a short timeout."""

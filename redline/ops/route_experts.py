@@ -1,8 +1,10 @@
-"""Expert routing: the experts of each token and their weights.        T tokens, D hidden, E experts, K chosen.
+"""Expert routing: the experts of each token and their weights.     T tokens, D hidden, E experts, K chosen, G groups.
 
 s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, divided by their sum + 1e-20,
-times the scale (DeepSeek-V3's noaux_tc with one group). In float32. A GPU routes from logits that `gates` or a matrix
-product computed: `kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens.
+times the scale (DeepSeek-V3's noaux_tc). With several groups of E / G experts, only the experts of the best groups may
+be chosen; a group's score is the sum of its two largest s + bias. In float32. A GPU routes from logits that `gates` or
+a matrix product made (`kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens), and
+has one group.
 """
 
 from collections.abc import Iterator
@@ -24,12 +26,15 @@ class RouteExpertsArgs(NamedTuple, Generic[W]):
     k: int  # experts per token
     normalise: bool  # whether the weights are divided by their sum
     scale: float  # final factor of the weights
+    groups: int = 1  # groups of E / groups experts, by id
+    chosen_groups: int = 1  # groups whose experts may be chosen
 
 
 def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
     """-> (ids int32 [T, K], best first, ties to the lower id; weights float32 [T, K])."""
     logits_TE = args.x_TD.float() @ args.weight.dense().float().T
-    return choose(logits_TE, args.bias_E, args.k, args.normalise, args.scale)
+    groups = args.groups, args.chosen_groups
+    return choose(logits_TE, args.bias_E, args.k, args.normalise, args.scale, groups=groups)
 
 
 def choose(
@@ -41,21 +46,34 @@ def choose(
     forced_TK: Tensor | None = None,
     *,
     ties: bool = True,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[Tensor, Tensor]:
     """The router's choice from its logits -> (ids int32 [T, K], best first; weights [T, K]).
 
     bias_E: float32, or None for zeros. forced_TK: int32, given experts; their weights still come from the scores.
-    ties: whether the lower id comes first among equal scores; without this order a GPU does not have to sort.
+    ties: whether the lower id comes first among equal scores; without this order a GPU does not have to sort. groups:
+    `groups` and `chosen_groups` of RouteExpertsArgs; ties between groups go to the lower one.
     """
     scores = torch.sigmoid(logits_TE)
     if forced_TK is None:
         biased = scores if bias_E is None else scores + bias_E
+        if groups[0] > 1:
+            biased = _of_the_best_groups(biased, *groups)
         sort = torch.sort(biased, dim=-1, descending=True, stable=True) if ties else biased.topk(k)
         forced_TK = sort.indices[:, :k].to(torch.int32)
     weights = scores.gather(1, forced_TK.long())
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return forced_TK, weights * scale
+
+
+def _of_the_best_groups(biased_TE: Tensor, groups: int, chosen: int) -> Tensor:
+    """The scores, -inf outside of the `chosen` groups with the largest sums of their two best scores."""
+    grouped_TGE = biased_TE.unflatten(1, (groups, -1))
+    sums_TG = grouped_TGE.topk(2, dim=-1).values.sum(-1)
+    best_TG = torch.sort(sums_TG, dim=-1, descending=True, stable=True).indices[:, :chosen]
+    kept_TG = torch.zeros_like(sums_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+    return grouped_TGE.masked_fill(~kept_TG[:, :, None], -torch.inf).flatten(1)
 
 
 def cost(args: RouteExpertsArgs[Weight]) -> Cost:
@@ -68,19 +86,22 @@ def cost(args: RouteExpertsArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Sizes of nano and Kimi; the weights are normalized and scaled as in Kimi."""
+    """Sizes of nano and Kimi, whose weights are normalized and scaled; DeepSeek-V3's groups."""
 
-    def make(tokens: int, d: int, e: int, k: int):
+    def make(tokens: int, d: int, e: int, k: int, groups: int = 1, chosen_groups: int = 1):
         def inputs(g: torch.Generator) -> RouteExpertsArgs[Weight]:
             weight = (torch.randn(e, d, generator=g) * d**-0.5).to(torch.bfloat16)
             bias = torch.randn(e, generator=g) * 0.1
-            return RouteExpertsArgs(torch.randn(tokens, d, generator=g), Plain(weight), bias, k, True, 2.827)
+            x = torch.randn(tokens, d, generator=g)
+            return RouteExpertsArgs(x, Plain(weight), bias, k, True, 2.827, groups, chosen_groups)
 
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 16, 4))
     yield Case("T=40 nano", make(40, 320, 16, 4))
     yield Case("T=4 Kimi", make(4, 7168, 384, 8))
+    yield Case("T=40, 4 of 8 groups", make(40, 320, 64, 8, 8, 4))
+    yield Case("T=4 DeepSeek-V3, 4 of 8 groups", make(4, 7168, 256, 8, 8, 4))
 
 
 route_experts = Op("route_experts", RouteExpertsArgs[Weight], reference, cost, cases)

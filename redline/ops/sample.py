@@ -1,4 +1,4 @@
-"""Samples a token per row: temperature, top-k, top-p on the remaining tokens, min-p.      R rows, V vocabulary.
+"""Samples a token per row: temperature, top-k, top-p on the remaining tokens, then FILTERS.      R rows, V vocabulary.
 
 The sampled token is the first one, in the order of ids, at which the cumulative probability of the kept tokens exceeds
 u times its total. It is -1 if nothing can be sampled: a logit is NaN or +inf, or all of them are -inf. A single logit
@@ -6,16 +6,21 @@ of -inf marks a banned token. Tokens exactly as likely as the last kept one are 
 sums float64: float32 would lose the many tokens that are each less likely than 2^-24.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from redline.messages.job import options_at
+from redline.messages.sampling_option import SamplingStage
 from redline.ops.op import Case, Cost, Op
 
-TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds (the sampling parameters of a row)
-COLUMNS = 5
+# Columns of the odds (the sampling parameters of a row): u, then the options that `Sampling` declares for these stages.
+ODDS = tuple(option.name for stage in (SamplingStage.TEMPERATURE, SamplingStage.FILTER) for option in options_at(stage))
+COLUMNS = ("u", *ODDS)
+COLUMN = {name: place for place, name in enumerate(COLUMNS)}
+_NEUTRAL = {option.name: option.neutral for option in options_at(SamplingStage.FILTER)}
 AT_ONCE = 32  # rows that the reference computes at once: while it sorts, it holds six numbers per token
 
 
@@ -23,42 +28,44 @@ class SampleArgs(NamedTuple):
     """Samples a token of each row from the logits, with the row's own sampling parameters and random number."""
 
     logits_RV: Tensor  # float32 [R, V]
-    odds_R5: Tensor  # float64 [R, 5]: temperature > 0, top_p, min_p, top_k (0: all tokens), u in [0, 1 - 2^-53]
-    narrowed: bool  # whether any row has top_k, top_p or min_p (is filtered): False saves the reference a sort
+    odds_RC: Tensor  # float64 [R, COLUMNS]: u in [0, 1 - 2^-53], temperature > 0, and the filters
+    narrowed: bool  # whether any row is filtered: False saves the reference a sort
 
 
 def reference(args: SampleArgs) -> Tensor:
     """-> ids int64 [R]; -1 if nothing can be sampled. No shape depends on a value, so a CUDA graph can capture it."""
-    logits_RV, odds_R5 = args.logits_RV, args.odds_R5
+    logits_RV, odds_RC = args.logits_RV, args.odds_RC
     if logits_RV.shape[0] > AT_ONCE:
-        parts = zip(logits_RV.split(AT_ONCE), odds_R5.split(AT_ONCE), strict=True)
+        parts = zip(logits_RV.split(AT_ONCE), odds_RC.split(AT_ONCE), strict=True)
         return torch.cat([reference(SampleArgs(logits, odds, args.narrowed)) for logits, odds in parts])
-    mass_RV = _mass(logits_RV, odds_R5, args.narrowed)
+    mass_RV = _mass(logits_RV, odds_RC, args.narrowed)
     # u * total rounds to less than the total, so the search ends at a token with nonzero probability.
-    reached_R = odds_R5[:, U] * mass_RV[:, -1]
+    reached_R = odds_RC[:, COLUMN["u"]] * mass_RV[:, -1]
     token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
     # A logit of NaN or +inf, or -inf in all logits, makes every weight NaN.
     return token_R.masked_fill(~(mass_RV[:, -1] > 0), -1)
 
 
-def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+def _mass(logits_RV: Tensor, odds_RC: Tensor, narrowed: bool) -> Tensor:
     """The cumulative weights of the kept tokens, float64 [R, V]."""
-    weight_RV = (logits_RV / odds_R5[:, TEMPERATURE, None].float()).softmax(-1)
+    weight_RV = (logits_RV / odds_RC[:, COLUMN["temperature"], None].float()).softmax(-1)
     if narrowed:
         best_RV = weight_RV.sort(-1, descending=True).values
-        least_R = least_kept(best_RV, weight_RV.sum(-1, dtype=torch.float64), odds_R5)
+        least_R = least_kept(best_RV, weight_RV.sum(-1, dtype=torch.float64), odds_RC)
         weight_RV = weight_RV * (weight_RV >= least_R[:, None])
+        for name, keeps in FILTERS.items():
+            weight_RV = weight_RV * keeps(weight_RV, odds_RC[:, COLUMN[name]])
     return weight_RV.cumsum(-1, dtype=torch.float64)
 
 
-def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
-    """The minimum weight of a kept token, by top_k, by top_p on the tokens that top_k leaves, and by min_p. float32 [R]
+def least_kept(best_RB: Tensor, whole_R: Tensor, odds_RC: Tensor) -> Tensor:
+    """The minimum weight of a kept token, by top_k, and by top_p on the tokens that top_k leaves. float32 [R]
 
     - best_RB: float32, the weights of each row's B most probable tokens, largest first: all of them, or the number that
-      decides: top_k tokens, if the row has top_k; else enough tokens to reach top_p of the whole row; else the first.
+      decides: top_k tokens, if the row has top_k; else enough tokens to reach top_p of the whole row; else any.
     - whole_R: float64, the sum of weights of the whole row; read for rows that have top_p without top_k.
     """
-    top_p_R, top_k_R = odds_R5[:, TOP_P], odds_R5[:, TOP_K].long()
+    top_p_R, top_k_R = odds_RC[:, COLUMN["top_p"]], odds_RC[:, COLUMN["top_k"]].long()
     mass_RB = best_RB.cumsum(-1, dtype=torch.float64)
     limited_R, nucleus_R = top_k_R > 0, top_p_R < 1
     all_R = torch.full_like(top_k_R, best_RB.shape[1])
@@ -66,22 +73,28 @@ def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
     among_R = torch.where(limited_R, mass_RB.gather(1, last_R[:, None]).squeeze(1), whole_R)
     in_nucleus_R = torch.searchsorted(mass_RB, (top_p_R * among_R)[:, None]).squeeze(1)
     last_R = torch.where(nucleus_R, torch.minimum(in_nucleus_R, last_R), last_R)
-    least_R = best_RB.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
-    return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RB[:, 0]).float())
+    return best_RB.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
+
+
+def _at_least_min_p(weight_RV: Tensor, min_p_R: Tensor) -> Tensor:
+    return weight_RV >= (min_p_R * weight_RV.amax(-1)).float()[:, None]
+
+
+# Filters after top_k and top_p, in this order: from the weights that are left (float32 [R, V], 0 for excluded tokens)
+# and the option's column [R] to the tokens that it keeps, bool [R, V]. No shape may depend on a value.
+FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"min_p": _at_least_min_p}
 
 
 def cost(args: SampleArgs) -> Cost:
     """Logits and parameters are read once, and an id of 8 bytes is written per row."""
-    return Cost(args.logits_RV.nbytes + args.odds_R5.nbytes + 8 * args.logits_RV.shape[0])
+    return Cost(args.logits_RV.nbytes + args.odds_RC.nbytes + 8 * args.logits_RV.shape[0])
 
 
 def cases() -> Iterator[Case]:
     """All kinds of parameters, at sizes of nano and Kimi and in small vocabularies; rows that cannot be sampled."""
 
-    def make(
-        rows: int, vocabulary: int, *kinds: tuple[float, float, float, int], step: float = 0.125, spread: float = 3
-    ):
-        """kinds: temperature, top_p, min_p and top_k; rows cycle through them.
+    def make(rows: int, vocabulary: int, *kinds: dict[str, float], step: float = 0.125, spread: float = 3):
+        """kinds: sampling parameters that are not neutral; rows cycle through them.
 
         No result depends on the last bit. Logits are multiples of `step`, so weights are equal or far apart; and u is
         in the middle of the interval of a token with a noticeable probability.
@@ -89,27 +102,33 @@ def cases() -> Iterator[Case]:
 
         def inputs(g: torch.Generator) -> SampleArgs:
             logits_RV = (torch.randn(rows, vocabulary, generator=g) * spread / step).round() * step
-            odds_R5 = torch.tensor([(*kinds[r % len(kinds)], 0.0) for r in range(rows)], dtype=torch.float64)
-            mass_RV = _mass(logits_RV, odds_R5, narrowed=True)
+            neutral = {"u": 0.0, "temperature": 1.0, **_NEUTRAL}
+            columns = [tuple((neutral | kinds[r % len(kinds)])[name] for name in COLUMNS) for r in range(rows)]
+            odds_RC = torch.tensor(columns, dtype=torch.float64)
+            mass_RV = _mass(logits_RV, odds_RC, narrowed=True)
             share_RV = mass_RV.diff(dim=-1, prepend=torch.zeros(rows, 1)) / mass_RV[:, -1:]
             tokens_R1 = torch.where(share_RV > 1e-5, share_RV, 0.0).multinomial(1, generator=g)
             middle_R1 = mass_RV.gather(1, tokens_R1) / mass_RV[:, -1:] - share_RV.gather(1, tokens_R1) / 2
-            odds_R5[:, U] = middle_R1[:, 0]
-            return SampleArgs(logits_RV, odds_R5, True)
+            odds_RC[:, COLUMN["u"]] = middle_R1[:, 0]
+            return SampleArgs(logits_RV, odds_RC, True)
 
         return inputs
 
     def impossible(g: torch.Generator) -> SampleArgs:
         """Rows with banned tokens, in some of them nearly all; and rows from which nothing can be sampled."""
-        logits_RV, odds_R5, narrowed = make(48, 77, whole, nucleus, all_three)(g)
+        logits_RV, odds_RC, narrowed = make(48, 77, whole, nucleus, all_three)(g)
         logits_RV[6:9, 1:76], logits_RV[6:9, 0], logits_RV[6:9, 76] = -torch.inf, -20, 20
         for first, token, wrong in ((12, 0, torch.nan), (15, 76, torch.nan), (18, 3, torch.inf), (21, 76, torch.inf)):
             logits_RV[first : first + 3, token] = wrong
         logits_RV[24:27, :40], logits_RV[27:30], logits_RV[30:33] = torch.inf, -torch.inf, torch.nan
-        return SampleArgs(logits_RV, odds_R5, narrowed)
+        return SampleArgs(logits_RV, odds_RC, narrowed)
 
-    whole, nucleus, all_three = (0.8, 1.0, 0.0, 0), (0.8, 0.95, 0.0, 0), (1.3, 0.9, 0.011, 40)
-    others = (1.0, 0.5, 0.0, 0), (0.3, 0.999, 0.0, 0), (1.9, 1.0, 0.0, 300), (1.0, 1.0, 0.052, 0), (1.0, 1.0, 0.0, 1)
+    whole, nucleus = {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.95}
+    all_three = {"temperature": 1.3, "top_p": 0.9, "min_p": 0.011, "top_k": 40}
+    others: list[dict[str, float]] = [
+        *({"top_p": 0.5}, {"temperature": 0.3, "top_p": 0.999}, {"temperature": 1.9, "top_k": 300}, {"min_p": 0.052}),
+        *({"top_k": 1}, *({option.name: option.example} for option in options_at(SamplingStage.FILTER))),
+    ]
     yield Case("R=1 nano", make(1, 4096, whole))
     yield Case("R=1 nano, top_p", make(1, 4096, nucleus))
     yield Case("R=64 nano, of all kinds", make(64, 4096, whole, nucleus, all_three, *others))
@@ -118,7 +137,7 @@ def cases() -> Iterator[Case]:
     yield Case("V no multiple of 16", make(40, 77, whole, nucleus, all_three, *others))
     yield Case("V less than 16", make(40, 5, whole, nucleus, all_three, *others))
     yield Case("numbers that are none", impossible)
-    yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
+    yield Case("R=11 Kimi, of all kinds", make(11, 163840, whole, nucleus, all_three, *others))
 
 
 sample = Op("sample", SampleArgs, reference, cost, cases)

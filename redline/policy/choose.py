@@ -19,7 +19,7 @@ LEAST = 1.05  # expected gain below which no drafts are requested: the acceptanc
 
 
 @dataclass(frozen=True)
-class Rows:
+class DraftingRows:
     """Rows of a step with drafts of the same source.
 
     count     number of rows
@@ -36,7 +36,7 @@ class Rows:
         return [self.count * (1 + self.share * held) for held in itertools.accumulate(self.survival, initial=0.0)]
 
 
-def choose(learned: Rows, suffix: Rows, times: RoundTimes) -> int:
+def choose(learned: DraftingRows, suffix: DraftingRows, times: RoundTimes) -> int:
     """The number of drafts per row with the most expected tokens per millisecond; of several equally good numbers the
     largest. 0 if the best one gives less than LEAST times the tokens per millisecond of no drafts.
 
@@ -58,7 +58,7 @@ def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:
 
     survival: the probability that a row's first 1, 2 ... drafts are all accepted.
     """
-    tokens = Rows(rows, survival).tokens()
+    tokens = DraftingRows(rows, survival).tokens()
     best = max(given / times.ms(rows, depth, rows) for depth, given in enumerate(tokens))
     return best * times.ms(rows, 0, 0) / rows
 

@@ -22,7 +22,7 @@ MOST_WAIT = 4 / 3
 LOOKED_AT = 128  # oldest prompts considered when a chunk is chosen
 
 
-class Prompt(NamedTuple):
+class PrefillLeft(NamedTuple):
     """A running or waiting prefill. left_s: seconds until its first token misses the TTFT target; infinite: no
     target."""
 
@@ -43,7 +43,7 @@ def chunk_tokens(
     most: int,
     step_ms: float,
     answers: Answers,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PrefillLeft],
     sharing: int | None = None,
 ) -> int:
     """Prefill budget of a mixed step, in tokens: a multiple of a page, or `most`, the tokens available, which is also
@@ -79,7 +79,7 @@ def chunk_tokens(
     return min(most, chosen * PAGE_TOKENS)
 
 
-def work_of(tokens: int, prompts: Sequence[Prompt], answers: Answers) -> Work:
+def work_of(tokens: int, prompts: Sequence[PrefillLeft], answers: Answers) -> Work:
     """The work of a step with `tokens` tokens of these prompts, divided as the scheduler does: half for the prompts
     that have less to compute than the oldest one, shortest first, and the rest for the oldest."""
     return _Share(prompts, answers).work(tokens)
@@ -88,7 +88,7 @@ def work_of(tokens: int, prompts: Sequence[Prompt], answers: Answers) -> Work:
 class _Share:
     """How prompts share a step's tokens."""
 
-    def __init__(self, prompts: Sequence[Prompt], answers: Answers) -> None:
+    def __init__(self, prompts: Sequence[PrefillLeft], answers: Answers) -> None:
         self._prompts, self._answers = prompts, answers
         least = prompts[0].tokens if prompts else 0
         self._quick = sorted((prompt.tokens, place) for place, prompt in enumerate(prompts) if prompt.tokens < least)
@@ -115,7 +115,7 @@ class _Share:
         return Work(tokens - left, pairs, self._answers.rows, self._answers.context, expanded)
 
 
-def _needed(prompts: Sequence[Prompt], fastest: float) -> list[float]:
+def _needed(prompts: Sequence[PrefillLeft], fastest: float) -> list[float]:
     """Tokens per millisecond needed for each TTFT target that can still be met. fastest: the highest possible rate."""
     shorter, before = dict[int, int](), 0
     for place in sorted(range(len(prompts)), key=lambda place: prompts[place].tokens):

@@ -27,7 +27,7 @@ class Look(NamedTuple):
     workers: int
 
 
-class Limits(NamedTuple):
+class ScalingLimits(NamedTuple):
     """Bounds on the number of workers, and the cost of a change.
 
     least, most: running workers, at least and at most. spare_s: seconds that fewer workers must have been enough, at
@@ -52,7 +52,7 @@ class Count(NamedTuple):
     why: str
 
 
-def choose_count(looks: Sequence[Look], running: int, limits: Limits, now: float) -> Count:
+def choose_count(looks: Sequence[Look], running: int, limits: ScalingLimits, now: float) -> Count:
     """The number of workers to run. looks: the newest last. running: running workers, including those that are
     starting. now: in seconds, by the clock of the looks."""
     since = now - WANTED_STARTS * limits.start_s

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redline.messages.base import Record
-from redline.policy.chunks import Answers, Prompt, chunk_tokens
+from redline.policy.chunks import Answers, PrefillLeft, chunk_tokens
 from redline.policy.steps import StepModel
 from redline.policy.targets import Targets
 
@@ -22,7 +22,7 @@ SAMPLE = 512  # requests in the sample: more do not change the result
 MOST_USE = 0.995  # utilization above which a queue counts as growing for the whole horizon
 # factors of the request rate over which a split is averaged: the future rate is uncertain, and headroom has value
 RATES = 0.8, 1.0, 1.25
-COSTS_TWICE = 2  # factor of local prefill time in the router's decision (`router/choose.py`)
+COSTS_TWICE = 2  # factor of local prefill time in the router's decision (`router/placement.py`)
 HELD_UP = 0.5  # factor per decoding request that a local prefill delays; the router weighs these by SLO strain
 TURNS = 48  # iterations to find the number of concurrent decoding requests
 ANY = 1e9  # seconds, in the place of an infinite SLO target
@@ -52,7 +52,7 @@ class WorkerModel(Record, frozen=True):
     step_ms: float | None = None
 
 
-class Asked(NamedTuple):
+class RequestTokens(NamedTuple):
     """Token counts of one request: cached and uncached prompt tokens, and output tokens. of: its SLO class."""
 
     cached: int
@@ -70,8 +70,8 @@ class Traffic(NamedTuple):
     """
 
     rate: float
-    requests: Sequence[Asked]
-    under_way: Sequence[Asked] = ()
+    requests: Sequence[RequestTokens]
+    under_way: Sequence[RequestTokens] = ()
 
 
 class Roles(NamedTuple):
@@ -93,7 +93,7 @@ class Roles(NamedTuple):
         return sum(max(0, b - a) for a, b in zip(self, other, strict=True))
 
 
-class Predicted(NamedTuple):
+class PredictedGoodput(NamedTuple):
     """Predicted performance of a split.
 
     goodput: requests per second that meet their SLO targets. attainment: their share of all requests. steady: that
@@ -114,7 +114,7 @@ class Predicted(NamedTuple):
         return round(self.steady, 4), -max(self.prefill, self.decode)
 
 
-class Sample:
+class TrafficSample:
     """The sample as arrays, sorted by prefill time, shortest first, with the predictions for a split."""
 
     def __init__(self, traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], horizon_s: float) -> None:
@@ -139,23 +139,23 @@ class Sample:
         self._context = float((self._steps * (lengths + self._output / 2)).sum() / self._steps.sum())
         held = float((self._steps * (lengths + self._output)).sum() / self._steps.sum())
         self._most = max(1.0, min(model.slots, model.kv_tokens / held))  # decoding requests per worker, at most
-        self._beside: dict[tuple[int, bool], _Beside] = {}
+        self._beside: dict[tuple[int, bool], _MixedPrefills] = {}
         self._chosen: dict[int, _Array] = {}  # chunk sizes, by the number of decoding requests in the step
         self._alone_s = self._prompts_s(0.0, self._whole(0.0))
         self._handoff_s = (model.handoff_ms + model.handoff_token_ms * lengths) / 1e3
 
-    def predict(self, roles: Roles) -> Predicted:
+    def predict(self, roles: Roles) -> PredictedGoodput:
         """The predicted performance of a split. If some workers do both and others only prefill, those that do both
         count as decode workers."""
         if not self.rate:
-            return Predicted(roles, 0.0, 1.0, 1.0, 0.0, 0.0)
+            return PredictedGoodput(roles, 0.0, 1.0, 1.0, 0.0, 0.0)
         answering = roles.decode + roles.both
         if not answering:
-            return Predicted(roles, 0.0, 0.0, 0.0, math.inf, math.inf)
+            return PredictedGoodput(roles, 0.0, 0.0, 0.0, math.inf, math.inf)
         at = {times: self._split(times * self.rate, roles.prefill, answering) for times in RATES}
         share, prefill, decode = at[1.0]
         steady = sum(each[0] for each in at.values()) / len(RATES)
-        return Predicted(roles, self.rate * share, share, steady, prefill, decode)
+        return PredictedGoodput(roles, self.rate * share, share, steady, prefill, decode)
 
     def share(self, roles: Roles, times: float) -> float:
         """The share of requests that meet their targets, at `times` times the rate. Needs at least one worker that
@@ -204,7 +204,7 @@ class Sample:
     def _here(self, rate: float, prefill: int, decode: int) -> int:
         """How many of the sample's prompts, from the shortest on, are computed on the decode workers: none, until
         one would wait for a prefill worker longer than its local prefill costs. That cost is weighed by the decoding
-        requests that it delays (`router/choose.py`). It is lower for a short prompt, so short ones are moved first."""
+        requests that it delays (`router/placement.py`). It is lower for short prompts, so they are moved first."""
         count = len(self._output)
         if not prefill:
             return count
@@ -240,14 +240,14 @@ class Sample:
         own = model.prompt * self._uncached + model.pair * pairs + model.expand * expanded
         return (count * beside + model.experts * shares + own) / 1e3
 
-    def _prompts(self, rows: float) -> "_Beside":
+    def _prompts(self, rows: float) -> "_MixedPrefills":
         """Times of all prompts in batches with `rows` decode rows, rounded to half a row."""
         near = round(2 * rows), self._bounded
         if near not in self._beside:
             self._beside[near] = self._beside_rows(near[0] / 2)
         return self._beside[near]
 
-    def _beside_rows(self, rows: float) -> "_Beside":
+    def _beside_rows(self, rows: float) -> "_MixedPrefills":
         whole = self._whole(rows)
         service_s = steps_s = self._prompts_s(rows, whole)
         steps = np.ceil(self._uncached / self._model.step_tokens)
@@ -257,7 +257,7 @@ class Sample:
             chunk = np.minimum(self._chunks(round(2 * math.log2(max(rows, 1.0)))), whole)
             steps, steps_s = np.ceil(self._uncached / chunk), self._prompts_s(rows, chunk)
             service_s = some * steps_s + (1 - some) * service_s
-        return _Beside(service_s, _summed(service_s), _summed(service_s**2), _summed(steps), _summed(steps_s))
+        return _MixedPrefills(service_s, _summed(service_s), _summed(service_s**2), _summed(steps), _summed(steps_s))
 
     def _whole(self, rows: float) -> _Array:
         """Tokens of each prompt per step if no bound limits the step's time."""
@@ -279,7 +279,7 @@ class Sample:
         most = math.ceil(chunks[0])
         for kind in range(int(kinds.max()) + 1):
             those = kinds.reshape(-1) == kind
-            prompt = Prompt(max(1, round(self._uncached[those].mean())), round(depth[those].mean()))
+            prompt = PrefillLeft(max(1, round(self._uncached[those].mean())), round(depth[those].mean()))
             chunks[those] = chunk_tokens(model.steps.step_ms, most, model.step_ms, answers, [prompt])
         self._chosen[double] = np.maximum(chunks, 1.0)
         return self._chosen[double]
@@ -403,7 +403,7 @@ class Sample:
         return min(1.0, patience / (max(full - MOST_USE, 1e-3) * self._horizon_s))
 
 
-class _Beside(NamedTuple):
+class _MixedPrefills(NamedTuple):
     """Prefill times in batches with some number of decode rows.
 
     service_s: seconds of each prompt. sums, squares: prefix sums of service_s and of its square, at index n over the

@@ -16,7 +16,7 @@ from redline.messages.base import Record
 from redline.policy.pairs import chosen_share
 
 
-class Counted(NamedTuple):
+class StepContents(NamedTuple):
     """The contents of a step, counted by the scheduler."""
 
     positions: int = 0  # positions that go through the layers: prompt tokens, decode tokens and verified drafts
@@ -47,13 +47,13 @@ class StepWork(Record, frozen=True):
     draft_bytes: float = 0.0  # the drafter's weights, read in each pass
     draft_ops: float = 0.0  # one row in a pass
 
-    def bytes(self, step: Counted) -> float:
+    def bytes(self, step: StepContents) -> float:
         """Bytes that the step must read."""
         experts = self.expert_bytes * chosen_share(self.experts_of, self.experts_chosen, step.positions)
         read = self.weight_bytes + experts + self.latent_bytes * step.context + self.draft_bytes * step.passes
         return read + (self.head_bytes if step.heads else 0.0)
 
-    def operations(self, step: Counted) -> float:
+    def operations(self, step: StepContents) -> float:
         """Operations of the step; a multiplication and an addition are two."""
         return (
             self.position_ops * step.positions
@@ -71,6 +71,6 @@ class StepFloor(Record, frozen=True):
     bytes_per_s: float
     ops_per_s: float
 
-    def seconds(self, step: Counted) -> float:
+    def seconds(self, step: StepContents) -> float:
         """Lower bound of the step's time in seconds: reads and compute overlap, so the slower of the two decides."""
         return max(self.work.bytes(step) / self.bytes_per_s, self.work.operations(step) / self.ops_per_s)

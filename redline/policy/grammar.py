@@ -33,7 +33,7 @@ def parser_limits() -> LLParserLimits:
     )
 
 
-class Budget:
+class GrammarBudget:
     """CPU seconds that one request's grammar may still use."""
 
     def __init__(self) -> None:

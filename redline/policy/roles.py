@@ -10,7 +10,7 @@ to be as good. Roles come first; the number of workers wanted is reported with t
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from redline.policy.expected import RATES, Predicted, Roles, Sample, Traffic, WorkerModel
+from redline.policy.expected import RATES, PredictedGoodput, Roles, Traffic, TrafficSample, WorkerModel
 from redline.policy.targets import Targets
 
 LEAST_GAIN = 0.02  # minimum gain, as a share of all requests: the error of the prediction
@@ -23,7 +23,7 @@ TRIALS = 8  # splits to simulate, in addition to the current one and the best by
 MOST_TIMES = 4  # bound on `wanted`, as a multiple of the current number of workers
 
 
-class Fleet(NamedTuple):
+class FleetRoles(NamedTuple):
     """The current workers. now: their roles; None: no roles yet, so that switching costs nothing.
 
     flip_s: seconds that a worker is idle while it switches its role. horizon_s: seconds over which a change has to pay
@@ -40,7 +40,7 @@ class Fleet(NamedTuple):
     peak: float = 0.0
 
 
-class Choice(NamedTuple):
+class RoleChoice(NamedTuple):
     """The chosen roles and the reason. expected, now: predictions for the chosen and for the current roles; now is None
     if there were none.
 
@@ -50,14 +50,14 @@ class Choice(NamedTuple):
     """
 
     roles: Roles
-    expected: Predicted
-    now: Predicted | None
+    expected: PredictedGoodput
+    now: PredictedGoodput | None
     wanted: int
     ample: int
     why: str
 
 
-def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets]) -> Choice:
+def choose_roles(traffic: Traffic, fleet: FleetRoles, targets: Mapping[str, Targets]) -> RoleChoice:
     """The roles of `fleet.workers` workers with the highest attainment, or the current ones if a change does not pay
     off.
 
@@ -69,11 +69,11 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
         raise ValueError(f"{fleet.workers} workers with roles {fleet.now}")
     if "" not in targets:
         raise ValueError('targets has no "", for requests of every other class')
-    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    sample = TrafficSample(traffic, fleet.model, targets, fleet.horizon_s)
     now = None if fleet.now is None else sample.predict(fleet.now)
     if not sample.rate:
         stay = fleet.now or Roles(both=fleet.workers)
-        return Choice(stay, now or sample.predict(stay), now, 1, 1, "no requests")
+        return RoleChoice(stay, now or sample.predict(stay), now, 1, 1, "no requests")
     found = _splits(fleet.workers, sample)
     best = max(found, key=lambda each: each.rank)
     if (there := fleet.now) is not None:  # of equally good splits, the one with the fewest role switches
@@ -82,7 +82,7 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     peak = RATES[-1] * max(1.0, fleet.peak / sample.rate)
     wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, peak))
     if now is None or best.roles == now.roles:
-        return Choice(
+        return RoleChoice(
             best.roles,
             best,
             now,
@@ -95,12 +95,12 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     price = flips * fleet.flip_s * sample.rate / fleet.workers
     if best.steady - now.steady < LEAST_GAIN or gain <= price:
         why = f"{flips} role switches would gain {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
-        return Choice(now.roles, now, now, wanted, ample, f"{why}: a change does not pay off")
+        return RoleChoice(now.roles, now, now, wanted, ample, f"{why}: a change does not pay off")
     why = f"expected good requests: {now.attainment:.0%} with the current roles, {best.attainment:.0%} with these"
-    return Choice(best.roles, best, now, wanted, ample, why)
+    return RoleChoice(best.roles, best, now, wanted, ample, why)
 
 
-def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
+def splits_to_try(choice: RoleChoice, now: Roles) -> Sequence[Roles]:
     """The splits to simulate before any worker switches, the current one first. Empty if too little is to be gained:
     all workers do both, and nearly all requests are predicted to meet their targets.
 
@@ -117,8 +117,12 @@ def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
 
 
 def settled(
-    choice: Choice, traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], shares: Mapping[Roles, float]
-) -> Choice:
+    choice: RoleChoice,
+    traffic: Traffic,
+    fleet: FleetRoles,
+    targets: Mapping[str, Targets],
+    shares: Mapping[Roles, float],
+) -> RoleChoice:
     """The choice according to the simulated splits. fleet: with its current roles. shares: the share of good
     requests of each split, including the current one. The other arguments are those of `choose_roles`."""
     now, most = fleet.now, max(shares.values())
@@ -135,27 +139,29 @@ def settled(
     if best != now and not pays and (best.prefill or shares[best] < ENOUGH):
         best, why = now, f"{why}: a change does not pay off"
 
-    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    sample = TrafficSample(traffic, fleet.model, targets, fleet.horizon_s)
 
-    def told(roles: Roles) -> Predicted:
+    def told(roles: Roles) -> PredictedGoodput:
         return sample.predict(roles)._replace(goodput=traffic.rate * shares[roles], attainment=shares[roles])
 
     return choice._replace(roles=best, expected=told(best), now=told(now), why=why)
 
 
-def best_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], workers: int) -> Predicted:
+def best_roles(traffic: Traffic, fleet: FleetRoles, targets: Mapping[str, Targets], workers: int) -> PredictedGoodput:
     """The prediction for `workers` workers with the best roles for them, whatever number `fleet` has. targets: as in
     `choose_roles`."""
-    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    sample = TrafficSample(traffic, fleet.model, targets, fleet.horizon_s)
     return max(_splits(workers, sample), key=lambda each: each.rank)
 
 
-def predict_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], roles: Roles) -> Predicted:
+def predict_roles(
+    traffic: Traffic, fleet: FleetRoles, targets: Mapping[str, Targets], roles: Roles
+) -> PredictedGoodput:
     """The prediction for these roles, whatever `fleet` has. targets: as in `choose_roles`."""
-    return Sample(traffic, fleet.model, targets, fleet.horizon_s).predict(roles)
+    return TrafficSample(traffic, fleet.model, targets, fleet.horizon_s).predict(roles)
 
 
-def _splits(workers: int, sample: Sample) -> list[Predicted]:
+def _splits(workers: int, sample: TrafficSample) -> list[PredictedGoodput]:
     """Predictions for the all-mixed split and for every number of prefill workers; in a large fleet for every n-th
     number, and for those around the best."""
     found = [sample.predict(Roles(both=workers))]
@@ -174,7 +180,7 @@ def _splits(workers: int, sample: Sample) -> list[Predicted]:
     return found
 
 
-def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
+def _wanted(sample: TrafficSample, best: PredictedGoodput, fleet: FleetRoles, times: float) -> int:
     """The smallest number of workers that, with the best roles, meets the attainment at `times` times the rate without
     a growing queue. The attainment is capped at that of a request that runs alone. MOST_TIMES the current number if no
     number tried is enough."""

@@ -179,7 +179,7 @@ class StepTimeStats:
 
     def __init__(self) -> None:
         self.experts_of = self.experts_chosen = 0  # as in `StepModel`; set before steps are added
-        self._sums = [_Sums(), _Sums()]  # over steps without prompts, and with
+        self._sums = [_StepSums(), _StepSums()]  # over steps without prompts, and with
         self._model: StepModel | None = None
         self._added = 0  # steps added since the model was solved
 
@@ -216,7 +216,7 @@ class StepTimeStats:
         return StepModel(*map(float, mixed), experts_of=self.experts_of, experts_chosen=self.experts_chosen)
 
 
-class _Sums:
+class _StepSums:
     """Sums over steps of one sort, with the largest weight on the newest. a, b: normal equations of relative errors;
     terms, ms: plain sums."""
 

@@ -135,7 +135,7 @@ class PrefillTimes:
         return pace
 
 
-class Choice(NamedTuple):
+class FetchChoice(NamedTuple):
     """The number of pages to fetch, and the predicted seconds. None: not known."""
 
     pages: int
@@ -160,7 +160,7 @@ def choose(
     *,
     page_tokens: int,
     step_tokens: int,
-) -> Choice:
+) -> FetchChoice:
     """How many of the pages to fetch, from the first on, for the largest saving of time; 0 if no number certainly saves
     any.
 
@@ -169,12 +169,12 @@ def choose(
     """
     compute_s, fetch_s = times.predict(cached, positions, step_tokens), wait_s
     if compute_s is None:
-        return Choice(len(page_s), wait_s + sum(page_s))
-    best, saved = Choice(0), 0.0
+        return FetchChoice(len(page_s), wait_s + sum(page_s))
+    best, saved = FetchChoice(0), 0.0
     for count, seconds in enumerate(page_s, 1):
         fetch_s += seconds
         rest_s = times.predict(cached + count * page_tokens, positions, step_tokens)
-        choice = Choice(count, fetch_s, rest_s, compute_s)
+        choice = FetchChoice(count, fetch_s, rest_s, compute_s)
         if choice.saves_s - MARGIN * fetch_s > saved:
             best, saved = choice, choice.saves_s - MARGIN * fetch_s
     return best

@@ -25,7 +25,7 @@ from redline.model.k2.cpu import Reader
 from redline.ops.moe import gated
 from redline.quant.read import dense
 from redline.quant.stream import through
-from redline.quant.texts import Text
+from redline.quant.texts import CalibrationText
 
 ROWS = 512  # positions with logits in memory at once
 TOKENS_OF_AN_EXPERT = 512  # maximum number of tokens by which an expert's outputs are compared
@@ -78,7 +78,7 @@ class DomainRow(Record, frozen=True):
     perplexity_b: float
 
 
-class Excess(Record, frozen=True):
+class BoundExceeded(Record, frozen=True):
     """An excess over a limit: which limit, of which weight, expert or domain, the value, and the most allowed."""
 
     bound: Literal["weight", "output", "kl", "agreement"]
@@ -98,13 +98,13 @@ class Audit(Record, frozen=True):
     domains: tuple[DomainRow, ...]  # the last row is over all domains
     seconds: float
     bounds: Bounds
-    excess: tuple[Excess, ...]
+    excess: tuple[BoundExceeded, ...]
 
 
 def audit(
     a: Checkpoint,
     b: Checkpoint,
-    texts: Sequence[Text],
+    texts: Sequence[CalibrationText],
     bounds: Bounds,
     device: torch.device,
     progress: Progress = lambda what, share: None,
@@ -148,7 +148,7 @@ def check_alike(a: Checkpoint, b: Checkpoint) -> None:
 
 def excess(
     rows: Sequence[WeightRow], experts: Sequence[ExpertRow], domains: Sequence[DomainRow], bounds: Bounds
-) -> list[Excess]:
+) -> list[BoundExceeded]:
     """The excesses over the limits, worst first within each kind. NaN exceeds every limit."""
     found = [_over("weight", row.name, row.error, bounds.weight) for row in rows]
     found += [_over("output", f"layers.{e.layer}.mlp.experts.{e.expert}", e.output, bounds.output) for e in experts]
@@ -156,12 +156,12 @@ def excess(
     over = sorted((one for one in found if one is not None), key=lambda one: (one.bound, -one.value))
     for row in domains:
         if not row.agreement >= bounds.agreement:
-            over.append(Excess(bound="agreement", of=row.domain, value=row.agreement, most=bounds.agreement))
+            over.append(BoundExceeded(bound="agreement", of=row.domain, value=row.agreement, most=bounds.agreement))
     return over
 
 
-def _over(bound: Literal["weight", "output", "kl"], of: str, value: float, most: float) -> Excess | None:
-    return None if value <= most else Excess(bound=bound, of=of, value=value, most=most)
+def _over(bound: Literal["weight", "output", "kl"], of: str, value: float, most: float) -> BoundExceeded | None:
+    return None if value <= most else BoundExceeded(bound=bound, of=of, value=value, most=most)
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
@@ -289,7 +289,7 @@ class _Next:
         return F.log_softmax(linear(self._states[rows].to(self._device, self._dtype), self._head).float(), -1)
 
 
-def _domains(texts: Sequence[Text], a: _Next, b: _Next, progress: Progress) -> list[DomainRow]:
+def _domains(texts: Sequence[CalibrationText], a: _Next, b: _Next, progress: Progress) -> list[DomainRow]:
     rows, following, domain_of = _positions(texts)
     names = sorted({text.domain for text in texts})
     kls, same, likely_a, likely_b = (list[Tensor]() for _ in range(4))
@@ -323,7 +323,7 @@ def _domain_row(name: str, kl: Tensor, same: Tensor, likely_a: Tensor, likely_b:
     )
 
 
-def _positions(texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(texts: Sequence[CalibrationText]) -> tuple[Tensor, Tensor, Tensor]:
     """Rows with a judged next token, counted through all texts; that token; the index of the domain's name."""
     names = sorted({text.domain for text in texts})
     rows: list[int] = []

@@ -25,14 +25,14 @@ from redline.ops.formats import E4M3_MOST, NVFP4_MOST
 from redline.ops.moe import gated
 from redline.quant.read import dense
 from redline.quant.stream import through
-from redline.quant.texts import Text
+from redline.quant.texts import CalibrationText
 
 ROWS = 8192  # maximum number of rows for calibrating a weight, spread evenly over all its inputs
 SEEN = 32  # rows below which an expert is not calibrated: its moments would come from a handful of tokens
 UNSEEN = 512  # rows of the whole layer that estimate the largest activations of such an expert
 
 
-def digest_of(texts: Sequence[Text]) -> str:
+def digest_of(texts: Sequence[CalibrationText]) -> str:
     """A hex digest; equal for the same texts in the same order."""
     digest = blake2b(digest_size=16)
     for text in texts:
@@ -40,7 +40,7 @@ def digest_of(texts: Sequence[Text]) -> str:
     return digest.hexdigest()
 
 
-def stored_bytes(checkpoint: Checkpoint, texts: Sequence[Text]) -> int:
+def stored_bytes(checkpoint: Checkpoint, texts: Sequence[CalibrationText]) -> int:
     """The size of the files on disk in bytes, without their headers."""
     config = checkpoint.config
     row = 2 * config.hidden_size
@@ -53,7 +53,7 @@ class _Told(Record, frozen=True):
     largest_kept: tuple[float, ...]  # per layer, over latents and rotated keys
 
 
-class Inputs:
+class CalibrationInputs:
     """The files of a finished calibration pass. Thread-safe for reading."""
 
     def __init__(self, folder: Path, largest_kept: Sequence[float]) -> None:
@@ -114,11 +114,11 @@ def _path(folder: Path, layer: int) -> Path:
 
 def capture(
     checkpoint: Checkpoint,
-    texts: Sequence[Text],
+    texts: Sequence[CalibrationText],
     folder: Path,
     device: torch.device,
     progress: Callable[[int, int], object] = lambda layer, layers: None,
-) -> Inputs:
+) -> CalibrationInputs:
     """Compute the inputs of every layer, or reuse those of a finished pass over the same texts.
 
     Raises OSError or SafetensorError if the disk is full.
@@ -128,7 +128,7 @@ def capture(
         found = msgspec.json.decode(told.read_bytes(), type=_Told)
         if found.digest != digest:
             raise ConfigError(f"{folder}: calibrated with other texts: name another folder")
-        return Inputs(folder, found.largest_kept)
+        return CalibrationInputs(folder, found.largest_kept)
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[Tensor, Tensor | None]] = []
     whole = sum(len(text.tokens) for text in texts)
@@ -150,4 +150,4 @@ def capture(
 
     through(checkpoint, texts, device, listen, progress)
     save(told, msgspec.json.encode(_Told(digest=digest, largest_kept=tuple(largest_kept))))
-    return Inputs(folder, largest_kept)
+    return CalibrationInputs(folder, largest_kept)

@@ -19,19 +19,19 @@ from redline.model.k2.config import Int4Experts, Maker, Nvfp4Experts, Quantizati
 from redline.model.k2.write import int4_tensors, kv_scale_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 from redline.quant import int4, nvfp4
-from redline.quant.calibrate import SEEN, Inputs, input_scale
+from redline.quant.calibrate import SEEN, CalibrationInputs, input_scale
 from redline.quant.gptq import damping_of, output_error, round_gptq, second_moments
 from redline.quant.nvfp4 import Error, OutputError
 from redline.quant.read import dense
 from redline.quant.settings import KV_SCALE, Level, Task
-from redline.quant.shard import Entry, entry_of
+from redline.quant.shard import TensorEntry, entry_of
 
 
 class Unit(NamedTuple):
     """Weights that are computed together, and the layout of the tensors that replace them."""
 
     tasks: tuple[Task, ...]
-    entries: tuple[Entry, ...]  # of all tensors, in the order of `convert`'s result
+    entries: tuple[TensorEntry, ...]  # of all tensors, in the order of `convert`'s result
     read: int  # bytes of the source
 
 
@@ -62,7 +62,7 @@ class Moved(NamedTuple):
     """A scale of an fp8 KV cache that the source already has, renamed and reshaped to another maker's layout."""
 
     stored: Stored
-    entry: Entry
+    entry: TensorEntry
 
 
 Item = Stored | Unit | KvScales | Moved
@@ -161,7 +161,7 @@ def _replaced(checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> dict[str, Ta
     return found
 
 
-def entries_of(item: Item) -> list[Entry]:
+def entries_of(item: Item) -> list[TensorEntry]:
     """The entries of an item in the new shard."""
     if isinstance(item, Unit):
         return list(item.entries)
@@ -169,7 +169,7 @@ def entries_of(item: Item) -> list[Entry]:
         return [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in item.tensors(1.0)]
     if isinstance(item, Moved):
         return [item.entry]
-    return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
+    return [TensorEntry(item.name, item.dtype, item.shape, item.stop - item.start)]
 
 
 def base_name(codes: Stored) -> str:
@@ -178,7 +178,7 @@ def base_name(codes: Stored) -> str:
 
 
 def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, activations: bool) -> Unit:
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     for task in tasks:
         N, K = task.weight.shape
         match task.to:
@@ -213,7 +213,7 @@ def _tensors(
 
 
 def convert(
-    unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device, inputs: Inputs | None = None
+    unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device, inputs: CalibrationInputs | None = None
 ) -> Converted:
     """Read a unit's weights and quantize them. inputs: their calibration inputs; for the level "calibrated".
 
@@ -272,7 +272,7 @@ def _calibrated(
     scale: float,
     largest: float,
     checkpoint: Checkpoint,
-    inputs: Inputs,
+    inputs: CalibrationInputs,
     device: torch.device,
 ) -> Converted:
     """Quantize with calibration inputs. gate and up have the same inputs, so they are quantized as one weight."""

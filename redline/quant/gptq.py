@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from redline.ops.formats import NVFP4_GROUP, NVFP4_MOST, Nvfp4
-from redline.quant.nvfp4 import WIDELY_SEARCHED, Part, packed, unit_of
+from redline.quant.nvfp4 import WIDELY_SEARCHED, Nvfp4Workspace, packed, unit_of
 
 LEAST_DAMPING, MOST_DAMPING, DAMPING = 0.01, 3.0, 0.4  # DAMPING is multiplied by inputs / rows
 
@@ -50,7 +50,7 @@ def round_gptq(weight_NK: Tensor, moments_KK: Tensor, scale: float, damping: flo
     bytes_ = torch.empty(N, K // NVFP4_GROUP, dtype=torch.int32, device=left.device)
     upper = _inverse_root(moments_KK, damping)
     cost = upper.diagonal().square().reciprocal()
-    part = Part(N, left.device)
+    part = Nvfp4Workspace(N, left.device)
     for first in range(0, K, NVFP4_GROUP):
         stop = first + NVFP4_GROUP
         block, errors = left[:, first:stop], torch.empty(N, NVFP4_GROUP, device=left.device)

@@ -98,11 +98,11 @@ def round_nvfp4(
     if importance_K is not None:  # block m has the columns of (m mod K / 16)
         weights = importance_K.float().view(-1, NVFP4_GROUP).repeat(N, 1)
     together = BLOCKS_CPU if device.type == "cpu" else BLOCKS_GPU
-    part = Part(0, device)
+    part = Nvfp4Workspace(0, device)
     for first in range(0, blocks.shape[0], together):
         some = slice(first, first + together)
         if part.blocks != blocks[some].shape[0]:
-            part = Part(blocks[some].shape[0], device)
+            part = Nvfp4Workspace(blocks[some].shape[0], device)
         part.take(blocks[some], scale, None if weights is None else weights[some])
         byte, squared, plain = part.search(offsets)
         codes[some], farthest = part.codes(byte)
@@ -132,14 +132,14 @@ def _result(codes: Tensor, scales: Tensor, scale: float, sums: Sequence[float]) 
 def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:
     """Packs weights [N, K] already rounded to the grid of their blocks' scales: e4m3 bytes, integers [N, K / 16]."""
     N, K = rounded_NK.shape
-    part = Part(N * K // NVFP4_GROUP, rounded_NK.device)
+    part = Nvfp4Workspace(N * K // NVFP4_GROUP, rounded_NK.device)
     part.take(rounded_NK.reshape(-1, NVFP4_GROUP), scale, None)
     codes, _ = part.codes(bytes_NB.reshape(-1).int())
     scales = bytes_NB.to(torch.uint8).view(torch.float8_e4m3fn)
     return Nvfp4(codes.reshape(N, K // 2), scales, torch.tensor([scale], device=rounded_NK.device))
 
 
-class Part:
+class Nvfp4Workspace:
     """Working memory for M blocks, allocated once: fresh memory takes a core the time of an operation.
 
     w  |weights| over the tensor scale, float32 [16, M], so that sums over a block run along the first axis

@@ -30,7 +30,7 @@ from redline.model.k2.config import Int4Experts, Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
-from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
+from redline.quant.calibrate import ROWS, SEEN, CalibrationInputs, capture, digest_of, stored_bytes
 from redline.quant.card import CARD, card
 from redline.quant.convert import (
     Converted,
@@ -45,8 +45,8 @@ from redline.quant.convert import (
 )
 from redline.quant.nvfp4 import Error
 from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, as_stored, check, is_layout, kept, tasks
-from redline.quant.shard import Entry, file_bytes, measured, write_shard
-from redline.quant.texts import Text
+from redline.quant.shard import TensorEntry, file_bytes, measured, write_shard
+from redline.quant.texts import CalibrationText
 from redline.worker.engine import pick_device
 
 HF_QUANT = "hf_quant_config.json"
@@ -58,7 +58,7 @@ UNITS_A_GPU = 4  # units processed concurrently on each GPU, so that copies over
 _NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT, CARD}
 
 
-class Job(Record, frozen=True):
+class QuantizeJob(Record, frozen=True):
     """Everything that the bytes of the result depend on."""
 
     fingerprint: str  # of the source checkpoint
@@ -102,14 +102,14 @@ class ShardDone(Record, frozen=True):
     weights: dict[str, WeightError]
 
 
-class Result(Record, frozen=True):
+class QuantizeResult(Record, frozen=True):
     """The content of OUT/quantize.json."""
 
-    job: Job
+    job: QuantizeJob
     shards: tuple[ShardDone, ...]
 
 
-def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) -> int:
+def run(config: QuantizeConfig, console: Console, texts: Sequence[CalibrationText] = ()) -> int:
     """Quantize; returns the exit code: 0, or 1 if the disk is full or a weight's error is over the limit.
 
     texts: calibration texts of the level "calibrated". Raises ConfigError and CheckpointError.
@@ -125,7 +125,7 @@ def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) ->
         return _run(config, checkpoint, texts, console)
 
 
-def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], console: Console) -> int:
+def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[CalibrationText], console: Console) -> int:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
@@ -178,14 +178,14 @@ def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], N
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardPlan:
     """A file of the result, and the items of the source that it is made of."""
 
     file: str
     items: tuple[Item, ...]
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """Its tensors, in order."""
         return [entry for item in self.items for entry in entries_of(item)]
 
@@ -196,14 +196,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizePlan:
     """Everything that is known before the first weight is read."""
 
     config: QuantizeConfig
     checkpoint: Checkpoint
     out: Path
-    job: Job
-    shards: tuple[Shard, ...]
+    job: QuantizeJob
+    shards: tuple[ShardPlan, ...]
     devices: tuple[torch.device, ...]
     workers: int
     calibration: int  # bytes on disk
@@ -237,7 +237,7 @@ WIDE_BYTES = 16  # per value of a unit being computed: its code as an integer, a
 MOMENTS = 4  # matrices of second moments in memory while one is inverted
 
 
-def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] = ()) -> Plan:
+def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[CalibrationText] = ()) -> QuantizePlan:
     """Plan the conversion. Reads no weight."""
     from redline import __version__
 
@@ -255,14 +255,14 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
     to = FORMATS[config.format]
     maker = to.maker if isinstance(to, Nvfp4Experts) else None
     items = items_of(checkpoint, todo, activations, maker if config.kv_scales else None, maker if layout else None)
-    shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
+    shards = [ShardPlan(name, tuple(here)) for name, here in zip(names, items, strict=True)]
     devices = _devices(config.device)
     workers = config.workers
     if workers is None:
         workers = processors() if devices[0].type == "cpu" else UNITS_A_GPU * len(devices)
     if workers < 1:
         raise ConfigError(f"workers is {workers}; expected at least 1")
-    job = Job(
+    job = QuantizeJob(
         fingerprint=checkpoint.fingerprint,
         format=config.format,
         level=config.level,
@@ -272,12 +272,12 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
         redline=__version__,
     )
     calibration = stored_bytes(checkpoint, texts) if texts else 0
-    return Plan(
+    return QuantizePlan(
         config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration, activations, layout
     )
 
 
-def explain(work: Plan) -> list[str]:
+def explain(work: QuantizePlan) -> list[str]:
     """The plan as lines of text: sizes read and written, and the peak memory."""
     read = sum(shard.read for shard in work.shards)
     units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
@@ -311,7 +311,7 @@ def _read(item: Item) -> int:
 # ---------------------------------------------------------------------------------------------------------- resuming
 
 
-def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
+def _finished(work: QuantizePlan, working: Working) -> dict[str, ShardDone]:
     """The finished shards with a matching checksum, by file.
 
     Raises ConfigError if the folder contains anything else.
@@ -320,16 +320,16 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
     begun, ended = (folder / "job.json").exists(), (work.out / RESULT).exists()
     job = work.job
     if ended:  # checking or repairing a finished folder recreates WORK, without records
-        result = _decoded(work.out / RESULT, Result)
+        result = _decoded(work.out / RESULT, QuantizeResult)
         job, by_file = result.job, {record.file: record for record in result.shards}
     if begun:
-        job = _decoded(folder / "job.json", Job)
+        job = _decoded(folder / "job.json", QuantizeJob)
         records = [_decoded(path, ShardDone) for path in folder.glob("model-*.json")]
         by_file |= {record.file: record for record in records}
     here = any((work.out / name).exists() for name in (CONFIG, INDEX)) or any(work.out.glob("*.safetensors"))
     if here and not (begun or ended):
         raise ConfigError(f"{work.out}: contains a checkpoint not made by `redline quantize`: name another folder")
-    for field in Job.__struct_fields__:
+    for field in QuantizeJob.__struct_fields__:
         was, now = getattr(job, field), getattr(work.job, field)
         if was != now:
             raise ConfigError(f"{work.out}: begun with {field} {was}, this run has {now}: name another folder")
@@ -353,7 +353,7 @@ def _decoded(path: Path, kind: type[T]) -> T:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
+def _check_room(work: QuantizePlan, done: Mapping[str, ShardDone]) -> None:
     needed = sum(file_bytes(shard.entries) for shard in work.shards if shard.file not in done)
     if needed and not (work.out / WORK / INPUTS / "told.json").exists():
         needed += work.calibration
@@ -363,7 +363,9 @@ def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
 # -------------------------------------------------------------------------------------------------------------- work
 
 
-def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | None, working: Working) -> list[ShardDone]:
+def _convert_all(
+    work: QuantizePlan, done: Mapping[str, ShardDone], inputs: CalibrationInputs | None, working: Working
+) -> list[ShardDone]:
     """The records of all shards, after the missing ones have been written."""
     left = [shard for shard in work.shards if shard.file not in done]
     total, read, began = sum(shard.read for shard in left), 0, clock.monotonic()
@@ -387,7 +389,11 @@ def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | Non
 
 
 def _convert_shard(
-    work: Plan, shard: Shard, inputs: Inputs | None, pool: ThreadPoolExecutor, progress: Callable[[int], None]
+    work: QuantizePlan,
+    shard: ShardPlan,
+    inputs: CalibrationInputs | None,
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], None],
 ) -> ShardDone:
     errors: dict[str, Error] = {}
     with written(work.out):
@@ -403,9 +409,9 @@ def _convert_shard(
 
 
 def _data(
-    work: Plan,
-    shard: Shard,
-    inputs: Inputs | None,
+    work: QuantizePlan,
+    shard: ShardPlan,
+    inputs: CalibrationInputs | None,
     pool: ThreadPoolExecutor,
     progress: Callable[[int], None],
     errors: dict[str, Error],
@@ -470,7 +476,7 @@ def _ratio(squared: float, to: float, without: float) -> float:
 # -------------------------------------------------------------------------------------------------------------- end
 
 
-def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
+def _finish(work: QuantizePlan, shards: Sequence[ShardDone]) -> None:
     """Write all files other than the shards. The index is the last."""
     source, out = Path(work.config.source), work.out
     with written(out):
@@ -485,7 +491,7 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
         _save(out / HF_QUANT, hf_quant_config(names, **has))
     save(out / CARD, _card(work, shards).encode())
     os.chmod(out / CARD, 0o644)
-    _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
+    _save(out / RESULT, msgspec.to_builtins(QuantizeResult(job=work.job, shards=tuple(shards))))
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
     _save(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
@@ -493,7 +499,7 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
     shutil.rmtree(out / WORK)
 
 
-def _card(work: Plan, shards: Sequence[ShardDone]) -> str:
+def _card(work: QuantizePlan, shards: Sequence[ShardDone]) -> str:
     """README.md of the result."""
     quantised: set[str] = set()
     kept: list[tuple[str, str]] = []

@@ -29,7 +29,7 @@ _NAMES = {
 CHUNK = 1 << 24
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a shard to be written, with its size in bytes."""
 
     name: str
@@ -38,19 +38,19 @@ class Entry(NamedTuple):
     bytes: int
 
 
-class Written(NamedTuple):
+class WrittenShard(NamedTuple):
     """A finished file: its size and its SHA-256, as printed by `sha256sum`."""
 
     bytes: int
     sha256: str
 
 
-def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
+def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> TensorEntry:
     """The entry of a newly computed tensor."""
-    return Entry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
+    return TensorEntry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
 
 
-def header_of(entries: Sequence[Entry]) -> bytes:
+def header_of(entries: Sequence[TensorEntry]) -> bytes:
     """The file's header: its own length in 8 bytes, then JSON, padded to a multiple of 8."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -62,12 +62,12 @@ def header_of(entries: Sequence[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def file_bytes(entries: Sequence[Entry]) -> int:
+def file_bytes(entries: Sequence[TensorEntry]) -> int:
     """The size of a shard with these entries, in bytes."""
     return len(header_of(entries)) + sum(entry.bytes for entry in entries)
 
 
-def write_shard(path: Path, entries: Sequence[Entry], data: Iterable[Tensor]) -> Written:
+def write_shard(path: Path, entries: Sequence[TensorEntry], data: Iterable[Tensor]) -> WrittenShard:
     """Write `path`. data: the tensors of `entries`, one for each, in their order, on the CPU; or their bytes.
 
     Raises OSError if the disk is full; the partial data then stays as `.NAME.writing`, and `path` is unchanged.
@@ -92,11 +92,11 @@ def write_shard(path: Path, entries: Sequence[Entry], data: Iterable[Tensor]) ->
         os.fsync(file.fileno())
     building.replace(path)
     sync(path.parent)
-    return Written(size, digest.hexdigest())
+    return WrittenShard(size, digest.hexdigest())
 
 
-def measured(path: Path) -> Written:
+def measured(path: Path) -> WrittenShard:
     """The result of `write_shard` for an existing file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-        return Written(file.tell(), digest.hexdigest())
+        return WrittenShard(file.tell(), digest.hexdigest())

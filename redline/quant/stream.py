@@ -21,12 +21,12 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import Reader
 from redline.model.k2.forward import attended, route
 from redline.ops.mla import rounds
-from redline.quant.texts import Text
+from redline.quant.texts import CalibrationText
 
 CALL_TOKENS = 8192  # maximum tokens of the texts that go through a layer together
 
 
-class Listener(Protocol):
+class LayerListener(Protocol):
     """Receives, layer by layer and call by call, the MLP inputs of the layer and its KV cache rows."""
 
     def __call__(self, layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
@@ -43,9 +43,9 @@ class _Call(NamedTuple):
 
 def through(
     checkpoint: Checkpoint,
-    texts: Sequence[Text],
+    texts: Sequence[CalibrationText],
     device: torch.device,
-    heard: Listener = lambda layer, x, ids, kept: None,
+    heard: LayerListener = lambda layer, x, ids, kept: None,
     progress: Callable[[int, int], object] = lambda layer, layers: None,
     layers: int | None = None,
 ) -> Tensor:
@@ -88,7 +88,7 @@ def through(
     return residual
 
 
-def _calls(texts: Sequence[Text]) -> Iterator[_Call]:
+def _calls(texts: Sequence[CalibrationText]) -> Iterator[_Call]:
     first, lengths = 0, list[int]()
     for text in texts:
         if lengths and sum(lengths) + len(text.tokens) > CALL_TOKENS:

@@ -10,7 +10,7 @@ LONGEST = 4096  # maximum tokens of a text; longer texts are cut into pieces
 
 
 @dataclass(frozen=True)
-class Text:
+class CalibrationText:
     """Token ids of one domain. From position `judged` on, the next token is predicted and compared."""
 
     domain: str
@@ -18,26 +18,26 @@ class Text:
     judged: int = 0
 
 
-def halves(texts: Iterable[Text]) -> tuple[list[Text], list[Text]]:
+def halves(texts: Iterable[CalibrationText]) -> tuple[list[CalibrationText], list[CalibrationText]]:
     """(for calibration, held out): split by a hash of the tokens, so the same text is always in the same half."""
-    parts: tuple[list[Text], list[Text]] = [], []
+    parts: tuple[list[CalibrationText], list[CalibrationText]] = [], []
     for text in texts:
         digest = blake2b(repr(text.tokens).encode(), digest_size=8).digest()
         parts[digest[0] & 1].append(text)
     return parts
 
 
-def chosen(texts: Sequence[Text], tokens: int, vocabulary: int) -> list[Text]:
+def chosen(texts: Sequence[CalibrationText], tokens: int, vocabulary: int) -> list[CalibrationText]:
     """Texts of at most `tokens` tokens in total, taken from the domains in turn; each in pieces of at most LONGEST.
 
     Raises ConfigError if no text has two tokens, or if a text has an id that is not in the vocabulary.
     """
-    by_domain: dict[str, list[Text]] = {}
+    by_domain: dict[str, list[CalibrationText]] = {}
     for text in texts:
         if not all(0 <= token < vocabulary for token in text.tokens):
             raise ConfigError(f"a text of {text.domain} has token ids outside [0, {vocabulary}): another tokenizer's")
         by_domain.setdefault(text.domain, []).extend(_pieces(text))
-    found: list[Text] = []
+    found: list[CalibrationText] = []
     turns = [iter(domain) for domain in by_domain.values()]
     while turns:
         for turn in list(turns):
@@ -54,8 +54,8 @@ def chosen(texts: Sequence[Text], tokens: int, vocabulary: int) -> list[Text]:
     return found
 
 
-def _pieces(text: Text) -> Iterator[Text]:
+def _pieces(text: CalibrationText) -> Iterator[CalibrationText]:
     for start in range(0, len(text.tokens), LONGEST):
         piece = text.tokens[start : start + LONGEST]
         if len(piece) > 1:
-            yield Text(text.domain, piece, max(0, text.judged - start))
+            yield CalibrationText(text.domain, piece, max(0, text.judged - start))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from redline.messages.delta import Preempted
-from redline.router.pace import Pace
+from redline.router.latency_model import LatencyModel
 
 
 class ConcurrentAnswer(NamedTuple):
@@ -28,7 +28,7 @@ class GoesOn(NamedTuple):
     again_s: float  # from then to its next token
 
 
-def goes_on(lost: Preempted, beside: Iterable[ConcurrentAnswer], pace: Pace) -> GoesOn:
+def goes_on(lost: Preempted, beside: Iterable[ConcurrentAnswer], pace: LatencyModel) -> GoesOn:
     """The prediction. beside: the other running answers on the worker, without the preempted job."""
     between_s = pace.between_s(lost.running)
     ends = sorted((min(pace.output(each.of), max(1, each.most_tokens - each.tokens)), each.pages) for each in beside)

@@ -30,7 +30,7 @@ class RequestRecord:
         self.ended = False  # the answer is complete; not set if it was cut off
 
 
-class Length(NamedTuple):
+class RequestLengths(NamedTuple):
     """Token counts of one request, and its class."""
 
     cached: int
@@ -40,66 +40,68 @@ class Length(NamedTuple):
 
 
 class RequestHistory:
-    """The newest jobs, recorded from the first call of `remember` on. clock: returns seconds."""
+    """The newest jobs, recorded from the first call of `start` on. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._came: deque[RequestRecord] = deque(maxlen=0)
+        self._records: deque[RequestRecord] = deque(maxlen=0)
 
-    def remember(self) -> None:
+    def start(self) -> None:
         """Start recording."""
         self._since = self._clock()
-        self._came = deque(maxlen=MOST)
+        self._records = deque(maxlen=MOST)
 
-    def came(self, of: str, prompt: int) -> RequestRecord:
+    def add(self, of: str, prompt: int) -> RequestRecord:
         """Record the arrival of a job of class `of` with `prompt` prompt tokens. The caller updates the returned
         record."""
-        came = RequestRecord(self._clock(), of, prompt)
-        self._came.append(came)
-        return came
+        record = RequestRecord(self._clock(), of, prompt)
+        self._records.append(record)
+        return record
 
     def rate(self, window_s: float) -> float:
         """Jobs per second in the last `window_s` seconds, or since recording started if that is shorter."""
         newest = self._newest(window_s)
         seconds = min(window_s, self._clock() - self._since)
-        if len(self._came) == MOST == len(newest):  # older records were dropped
+        if len(self._records) == MOST == len(newest):  # older records were dropped
             seconds = self._clock() - newest[0].at
         return len(newest) / seconds if seconds > 0 else 0.0
 
-    def lengths(self, window_s: float) -> list[Length]:
+    def lengths(self, window_s: float) -> list[RequestLengths]:
         """Lengths of the requests of the last `window_s` seconds. A running answer is estimated as the mean of the
         completed answers of its class that are longer than it, or of all classes if its class has none; if no
         completed answer is longer, as its current length. Answers completed before the window count too, because
         with answers as long as the window only the short ones complete in it."""
         newest = self._newest(window_s)
-        becomes = self._becomes(newest)
+        becomes = self._final_lengths(newest)
         return [
-            Length(min(each.cached, each.prompt), max(0, each.prompt - each.cached), becomes(each), each.of)
+            RequestLengths(min(each.cached, each.prompt), max(0, each.prompt - each.cached), becomes(each), each.of)
             for each in newest
         ]
 
-    def left(self, under_way: Sequence[RequestRecord]) -> list[Length]:
+    def remaining(self, under_way: Sequence[RequestRecord]) -> list[RequestLengths]:
         """Remaining work of running jobs: an answer that has begun needs no more prefill."""
-        becomes = self._becomes(under_way)
-        found: list[Length] = []
+        becomes = self._final_lengths(under_way)
+        found: list[RequestLengths] = []
         for each in under_way:
             there = each.prompt + each.output if each.output else min(each.cached, each.prompt)
-            found.append(Length(there, max(0, each.prompt - there), max(1, becomes(each) - each.output), each.of))
+            found.append(
+                RequestLengths(there, max(0, each.prompt - there), max(1, becomes(each) - each.output), each.of)
+            )
         return found
 
-    def _becomes(self, some: Sequence[RequestRecord]) -> Callable[[RequestRecord], int]:
+    def _final_lengths(self, some: Sequence[RequestRecord]) -> Callable[[RequestRecord], int]:
         """A function that returns the actual or estimated number of tokens of an answer."""
-        of_all = _Ended([each.output for each in self._came if each.ended])
+        of_all = _Ended([each.output for each in self._records if each.ended])
         ended = {
-            of: _Ended([each.output for each in self._came if each.ended and each.of == of])
+            of: _Ended([each.output for each in self._records if each.ended and each.of == of])
             for of in {each.of for each in some if not each.ended}
         }
         return lambda each: each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
 
     def _newest(self, window_s: float) -> list[RequestRecord]:
         since = self._clock() - window_s
-        return [each for each in self._came if each.at >= since]
+        return [each for each in self._records if each.at >= since]
 
 
 class _Ended:

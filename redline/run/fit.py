@@ -148,7 +148,7 @@ class RecordedSteps:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MemorySizes:
     """The sizes that determine an engine's memory, except for pages and the length of jobs.
 
     positions    per decode row, at most: its last token and its drafts
@@ -304,7 +304,7 @@ class Sizes:
 ROOM = 4  # factor: the memory left for pages must be at least this multiple of what larger steps add
 
 
-def in_steps(sizes: Sizes, free: int, choices: Sequence[int]) -> Sizes:
+def in_steps(sizes: MemorySizes, free: int, choices: Sequence[int]) -> MemorySizes:
     """The sizes with the largest number of positions per step, among `choices`, that leaves enough of `free` for
     pages: ROOM times what its activations take in addition to those of the smallest choice. If none does, the
     smallest choice."""
@@ -318,7 +318,7 @@ def in_steps(sizes: Sizes, free: int, choices: Sequence[int]) -> Sizes:
 
 
 def fit(
-    sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None, *, alone: bool = False
+    sizes: MemorySizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None, *, alone: bool = False
 ) -> Layout:
     """The number of pages that `kv_bytes` holds, and the longest context that they allow.
 
@@ -344,7 +344,7 @@ def fit(
     return Layout(kv_bytes // sizes.page_bytes, length, sizes.kv_dtype, sizes.page_bytes, sizes.draft_bytes)
 
 
-def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None, alone: bool) -> int:
+def _derived_length(sizes: MemorySizes, free: int, kv_bytes: int | None, alone: bool) -> int:
     """The longest context of a job, in tokens; 0: none fits.
 
     If `kv_bytes` is None too, pages get their default share of the memory, or all that is left if that share holds no
@@ -355,13 +355,13 @@ def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None, alone: bool) 
     return _longest(sizes, free, _share(sizes, sizes.left(free, 1), alone)) or _longest(sizes, free, None)
 
 
-def _share(sizes: Sizes, left: int, alone: bool) -> int:
+def _share(sizes: MemorySizes, left: int, alone: bool) -> int:
     """The default bytes for pages, of the `left` bytes."""
     share, most = (KV_SHARE_ALONE, KV_PAGES_ALONE * sizes.page_bytes) if alone else (KV_SHARE, KV_MOST)
     return max(0, min(most, int(left * share)))
 
 
-def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
+def _longest(sizes: MemorySizes, free: int, kv_bytes: int | None) -> int:
     """The longest context of a job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
 
     kv_bytes: None: the bytes that the job needs.
@@ -378,7 +378,7 @@ def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
     return low
 
 
-def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> ConfigError:
+def _refusal(sizes: MemorySizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> ConfigError:
     """The error, in one line: the requested and the available memory, and settings that fit."""
     length = max_model_len or 1
     needs, needed = sizes.needs(length), _paged(sizes, length)
@@ -402,7 +402,7 @@ def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int |
     return ConfigError(f"{fault}: give {', or '.join(advice)}")
 
 
-def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
+def _advice(sizes: MemorySizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
     """Flags that fit, each line on its own; a line changes one flag if that is enough."""
     length = max_model_len or 1
     least, most = _paged(sizes, length), sizes.left(free, length)
@@ -422,7 +422,7 @@ def _pages(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def _paged(sizes: Sizes, tokens: int) -> int:
+def _paged(sizes: MemorySizes, tokens: int) -> int:
     """Bytes of the pages of one job."""
     return _pages(tokens) * sizes.page_bytes
 

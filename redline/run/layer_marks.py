@@ -16,7 +16,7 @@ Meanwhile = Callable[[int], object]
 """Called while a step runs, with the number of computed layers of its prompts. The callback itself waits a moment."""
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """An event on the device's stream."""
 
     def query(self) -> bool:
@@ -24,7 +24,7 @@ class Mark(Protocol):
         ...
 
 
-def mark_stream() -> Mark:
+def mark_stream() -> StreamEvent:
     """Records an event after the work launched so far on the current GPU stream."""
     event = torch.cuda.Event()
     event.record()
@@ -34,9 +34,9 @@ def mark_stream() -> Mark:
 class LayerMarks:
     """The marks of one step. One thread records and ends, another one polls."""
 
-    def __init__(self, mark: Callable[[], Mark] = mark_stream) -> None:
+    def __init__(self, mark: Callable[[], StreamEvent] = mark_stream) -> None:
         self._mark = mark
-        self._marks: deque[tuple[int, Mark]] = deque()
+        self._marks: deque[tuple[int, StreamEvent]] = deque()
         self._passed = 0
         self._ended = False
 

@@ -11,39 +11,35 @@ enters `torch.inference_mode` once for all steps, as the GPU's thread does.
 """
 
 import functools
-import itertools
 import logging
 import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
 
 from redline.errors import RankLost, WorkerLost
-from redline.kernels.cpu.blocks.transformer import Predicted
-from redline.kernels.group import START_S, STEP_S, Group, meet
-from redline.kernels.hopper.faults import is_device_error
-from redline.messages.job import Grammar, Sampling
+from redline.kernels.group import START_S, STEP_S, barrier
+from redline.messages.job import Grammar
 from redline.messages.media import ImageData
-from redline.messages.step import Begin, CapturedShapes, RowResult, Step, StepResult, TokenLogprobs
+from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
-from redline.run.drafting.learned import Drafting
-from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
+from redline.run.drafting.learned import SlotDrafters
+from redline.run.eager_step import EagerSteps
 from redline.run.fit import Layout
-from redline.run.grammar.matcher import Matchers, masked
-from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, SamplingNeeds, no_choice, not_finite
+from redline.run.grammar.matcher import Matchers
+from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, SamplingNeeds
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
-from redline.run.layer_marks import LayerMarks, Meanwhile
-from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
-from redline.run.slots import Proposal, Slot, Slots, Span
+from redline.run.layer_marks import LayerMarks
+from redline.run.pending import LaunchedStep, Pending, QueuedStep, WaitForStep
+from redline.run.slots import Proposal, Slots
 from redline.run.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -52,80 +48,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def watch(self, meanwhile: Meanwhile) -> None:
-        """Calls `meanwhile` repeatedly until all layers of the step's prompts are computed; not at all if this
-        runner does not report progress. Errors of the step are left for `wait` to raise."""
-        ...
-
-    def wait(self) -> StepResult:
-        """Blocks until the step has run. Re-raises the step's exception."""
-        ...
-
-
-class Launched:
-    """A step that the runner's thread will run. `wait` re-raises the step's exception."""
-
-    def __init__(self, future: "Future[WaitForStep]", group: Group, marks: LayerMarks | None = None) -> None:
-        """marks: layer marks of its prompts; None disables progress reports."""
-        self._future = future
-        self._group = group
-        self._marks = marks
-
-    def watch(self, meanwhile: Meanwhile) -> None:
-        """As `Pending.watch`."""
-        marks = self._marks
-        while marks is not None and not marks.over:
-            try:
-                self._group.check()
-                layers = marks.passed()
-            except (RankLost, RuntimeError):
-                return
-            meanwhile(layers)
-
-    def wait(self) -> StepResult:
-        """The step's result; blocks until the thread has run it. Re-raises the step's exception, or raises RankLost."""
-        try:
-            return self._future.result()()
-        finally:
-            self._group.check()  # if a rank is down, raise RankLost instead of an error that it caused
-
-
-class Queued:
-    """A step that runs in the thread that waits for it, after all steps launched before it."""
-
-    def __init__(self, step: Step, runner: "Runner", queued: "deque[Queued]") -> None:
-        self._step = step
-        self._runner = runner
-        self._queued = queued
-        self._ran: StepResult | Exception | None = None
-        queued.append(self)
-
-    def watch(self, meanwhile: Meanwhile) -> None:
-        """Does nothing: the step does not run before `wait`."""
-
-    def wait(self) -> StepResult:
-        """The step's result. Runs it here, after the steps launched before it. Re-raises the step's exception."""
-        while self._ran is None:
-            self._queued.popleft().run()
-        if isinstance(self._ran, Exception):
-            raise self._ran
-        return self._ran
-
-    def run(self) -> None:
-        """Runs the step and keeps its result, or its exception, for `wait`."""
-        try:
-            self._ran = self._runner.run(self._step)
-        except Exception as error:
-            self._ran = error
-
-
-WaitForStep = Callable[[], StepResult]
-"""Waits for the device if the step is still running; returns the step's result."""
 
 
 def nobody(part: str) -> None:
@@ -184,9 +106,7 @@ class Runner:
             matchers=self._matchers,
             image_token=0 if vision is None else vision.tower.config.token,
         )
-        self._rates = rates
-        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded or bool(rates))
-        self._layers = drafter.config.layer_ids if drafter is not None else ()
+        self.drafting = SlotDrafters(drafter, self.slots, self.kv, certain=recorded or bool(rates))
         self.replays = 0
         self.led: Counter[str] = Counter()
         self.chunks = 0
@@ -194,6 +114,10 @@ class Runner:
         # Called with the name of each part of a step as it begins, in the thread that runs it; with "" when the step's
         # work ends.
         self.begins: Callable[[str], object] = nobody
+        layers = drafter.config.layer_ids if drafter is not None else ()
+        self._eager = EagerSteps(
+            model, self.kv, self.slots, self.drafting, layers, rates, lambda part: self.begins(part)
+        )
         self._captured: CudaGraphRunner | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
@@ -201,7 +125,7 @@ class Runner:
             self._captured = CudaGraphRunner(shared, 1 + drafts)
             self._chunks = PromptChunks(shared, self._captured, self.drafting)
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._queued: deque[Queued] = deque()
+        self._queued: deque[QueuedStep] = deque()
         self._thread: threading.Thread | None = None
         self._recorded: Future[None] = Future()
         if self._captured is not None:
@@ -222,12 +146,12 @@ class Runner:
     def launch(self, step: Step) -> Pending:
         """Queues the step; `wait` of the returned object gives its result. The same thread must launch and wait."""
         if self._captured is None:
-            return Queued(step, self, self._queued)
+            return QueuedStep(step, self.run, self._queued)
         # Decode rows come before all other rows.
         reads = self.marks_layers and bool(step.rows) and step.rows[-1].start is not None
         marks = LayerMarks() if reads and self.model.device.type == "cuda" else None
         start = functools.partial(self._start, step, self._captured, marks)
-        return Launched(self._by_thread(start), self.model.group, marks)
+        return LaunchedStep(self._by_thread(start), self.model.group, marks)
 
     def record_more(self) -> bool:
         """Captures one more of the shapes that were not captured at startup; false if none is left.
@@ -242,11 +166,11 @@ class Runner:
         """With tensor parallelism each rank compiles its kernels at its own pace: all ranks have to finish the
         capture before a step waits for one of them."""
         group = self.model.group
-        group.allow(START_S)
+        group.set_timeout(START_S)
         if not captured.record_more():
-            group.allow(STEP_S)
+            group.set_timeout(STEP_S)
             return False
-        meet(group, self.model.device, START_S, STEP_S)
+        barrier(group, self.model.device, START_S, STEP_S)
         return True
 
     def hold(self, grammar: Grammar) -> Callable[[], bool]:
@@ -288,7 +212,7 @@ class Runner:
 
         The runner must be idle. Raises RankLost if a rank does not respond.
         """
-        ready = functools.partial(meet, self.model.group, self.model.device, START_S, STEP_S)
+        ready = functools.partial(barrier, self.model.group, self.model.device, START_S, STEP_S)
         if self._thread is None:
             ready()
         else:
@@ -366,7 +290,7 @@ class Runner:
         try:
             encode_s = self._encode(step)
             for begin in step.begins:
-                self._begin(begin)
+                self._eager.begin(begin)
         except Exception as error:
             self._fail(step, error)
             raise
@@ -421,7 +345,13 @@ class Runner:
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
-            return self._run(step)
+            self.begins("begin")
+            self.drafting.drafted = ()
+            if self._captured is not None:
+                self._captured.catch_up()
+            encode_s = self._encode(step)
+            result = self._eager.run(step)
+            return result if encode_s is None else msgspec.structs.replace(result, encode_s=encode_s)
         except Exception as error:
             self._fail(step, error)
             raise
@@ -435,231 +365,6 @@ class Runner:
             raise RankLost(
                 f"rank {self.model.group.rank} has failed in step {step.number:,}: {type(error).__name__}: {error}"
             ) from error
-
-    def _is_ours_alone(self, error: Exception) -> bool:
-        """Whether an error may have occurred on this rank only, or leaves the worker unusable: such an error is not
-        one row's."""
-        short = isinstance(error, MemoryError | torch.OutOfMemoryError) and self.model.group.ranks > 1
-        return short or isinstance(error, WorkerLost) or is_device_error(error)
-
-    def _run(self, step: Step) -> StepResult:
-        self.begins("begin")
-        self.drafting.drafted = ()
-        if self._captured is not None:
-            self._captured.catch_up()
-        encode_s = self._encode(step)
-        for begin in step.begins:
-            self._begin(begin)
-        results: list[RowResult] = []
-        spans: list[Span] = []
-        places: list[int] = []
-        for row in step.rows:
-            if row.new_pages:
-                self.slots.add_pages(row.slot, row.new_pages)
-            error = self.slots.at[row.slot].error
-            results.append(_NOTHING if error is None else RowResult(error=error))
-            if error is None and (span := self.slots.span(row)).count:
-                spans.append(span)
-                places.append(len(results) - 1)
-        if spans:
-            for place, result in zip(places, self._compute(spans), strict=True):
-                results[place] = result
-        return StepResult(number=step.number, rows=tuple(results), drafted=self.drafting.drafted, encode_s=encode_s)
-
-    def _begin(self, begin: Begin) -> None:
-        try:
-            self.slots.begin(begin)
-        except Exception as error:
-            if self._is_ours_alone(error):
-                raise
-            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # fails this job only
-
-    def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
-        asked: list[int] = []  # tokens with logits: all of a decode row, the last one of a prompt row that samples
-        sampling: list[Span] = []
-        layers: Sequence[int] = ()
-        end, prompts, drafts = 0, False, False
-        for span in spans:
-            row, first, end = span.row, end, end + span.count
-            if row.samples:
-                sampling.append(span)
-                asked.extend(range(first if row.start is None else end - 1, end))
-            prompts = prompts or row.start is not None
-            drafts = drafts or row.drafting or row.propose > 0
-            if row.drafting:
-                layers = self._layers
-        self.begins("inputs")
-        inputs = self.slots.inputs(spans, self.model)
-        self.begins("forward")
-        out = self.model.predict(inputs, self.kv.planes, layers, asked)
-        self.begins("choose")
-        results = self._verify(sampling, out)
-        if prompts:
-            results = self._with_prompts(spans, results, out.hidden())
-        if drafts:
-            self.begins("draft")
-            self._draft(spans, results, out.features)
-        self.begins("")
-        return results
-
-    def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:
-        firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
-        # A row with tokens and an error continues like any other: its error may be on this rank only.
-        sound = [i for i, result in enumerate(results) if result.tokens or result.error is None]
-        if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
-            self.drafting.follow(
-                [spans[i] for i in sound],
-                [firsts[i] for i in sound],
-                [spans[i].count - spans[i].proposed + results[i].accepted for i in sound],
-                features,
-            )
-
-    def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
-        """The result of each row. Logits exist for all positions of a decode row, and for one of any other row."""
-        chosen = self._chosen(spans, out)
-        tokens = range(self.model.config.vocab_size)
-        all_finite = -1 not in chosen
-        results: list[RowResult] = []
-        end = 0
-        for span in spans:
-            proposed = span.proposed
-            first, end = end, end + 1 + proposed
-            slot, position = self.slots.at[span.slot], span.end - proposed
-            sound = end - first if all_finite else [*chosen[first:end], -1].index(-1)
-            if not sound:
-                results.append(RowResult(error=not_finite(position - 1)))
-                continue
-            # Drafts may leave the range that the model handles: from the first position with non-finite logits on, they
-            # are dropped.
-            drafts = span.drafts.until(sound)
-            try:
-                if self._rates:
-                    given = self._verify_synthetic(span.slot, drafts.tokens[: sound - 1], out, first, chosen, position)
-                elif is_chosen_alone(slot.choosing, position - slot.prompt, span.drafts.q):
-                    given = verify_chosen(chosen[first : first + sound], drafts.tokens)
-                else:
-                    given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
-            except Exception as error:
-                if self._is_ours_alone(error):
-                    raise
-                reason = f"the next token could not be chosen: {error}"
-                results.append(_stuck(slot) or RowResult(error=reason))  # fails this row only
-                continue
-            if not given.tokens or not all(token in tokens for token in given.tokens):
-                results.append(_stuck(slot) or RowResult(error=no_choice(position)))
-                continue
-            self.slots.append(span.slot, given.tokens, position)
-            asked = slot.sampling.logprobs
-            logprobs = (
-                ()
-                if asked is None
-                else tuple(
-                    logprobs_of(row_V, token, asked)
-                    for row_V, token in zip(out.logits()[first:end], given.tokens, strict=False)
-                )
-            )
-            why = None if slot.matcher is None else slot.matcher.error
-            results.append(
-                RowResult(
-                    tokens=tuple(given.tokens),
-                    proposed=proposed,
-                    accepted=given.accepted,
-                    by=span.drafts.by if proposed else None,
-                    forced=len(slot.proposal.tokens),
-                    logprobs=logprobs,
-                    error=why,
-                    refused=why is not None,
-                )
-            )
-        return results
-
-    def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
-        """The token of each row of logits for which `is_chosen_alone` holds; all random draws go in one call.
-
-        For other rows it is the argmax. -1 if the logits are not finite, or if nothing can be drawn.
-        """
-        rows: list[int] = []
-        asked: list[Sampling] = []
-        us: list[float] = []
-        end = 0
-        for span in spans:
-            first, end = end, end + 1 + span.proposed
-            slot = self.slots.at[span.slot]
-            sampling = slot.choosing
-            if is_greedy(sampling):
-                continue
-            position = span.end - span.proposed
-            if not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
-                continue
-            rows.extend(range(first, end))
-            asked.extend([sampling] * (end - first))
-            us.extend(uniform(sampling.seed, position + i) for i in range(end - first))
-        if not rows:
-            return out.likeliest
-        chosen, logits_RV = out.likeliest.copy(), out.logits()
-        for row, token in zip(
-            rows, sample_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
-        ):
-            if chosen[row] >= 0:
-                chosen[row] = token
-        return chosen
-
-    def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
-        slot, tokens = self.slots.at[number], self.slots.tokens[number]
-        prompt, generated = self.slots.known(number, 0, slot.prompt), tokens[slot.prompt : position]
-        sampling = slot.choosing
-        if slot.matcher is not None and sampling.grammar is not None:
-            masks_NW = slot.matcher.masks(drafts.tokens)[: len(logits_NV)]
-            logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW))
-        return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
-
-    def _verify_synthetic(
-        self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int
-    ) -> Verified:
-        """The drafts that the synthetic draw accepts, and the target model's own token after them. first: index of
-        the slot's first row of logits."""
-        slot, tokens = self.slots.at[number], self.slots.tokens[number]
-        held = verify_synthetic(self._rates, slot.sampling.seed, position, len(drafts))
-        if is_chosen_alone(slot.sampling, position - slot.prompt, None):
-            return Verified([*drafts[:held], chosen[first + held]], held)
-        # The slot's tensor holds the drafts after its tokens.
-        generated = tokens[slot.prompt : position + held]
-        logits_V = out.logits()[first + held]
-        token = sample_token(
-            logits_V, slot.sampling, self.slots.known(number, 0, slot.prompt), generated, position + held
-        )
-        return Verified([*drafts[:held], token], held)
-
-    def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
-        """A result for each row: its sampled tokens, and log probabilities of prompt tokens if requested."""
-        results: list[RowResult] = []
-        left, end = iter(sampled), 0
-        for span in spans:
-            first, end = end, end + span.count
-            result = next(left) if span.row.samples else _NOTHING
-            logprobs = self._prompt_logprobs(span, hidden[first:end])
-            results.append(msgspec.structs.replace(result, prompt_logprobs=logprobs) if logprobs else result)
-        return results
-
-    def _prompt_logprobs(self, span: Span, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
-        slot = self.slots.at[span.slot]
-        asked, count = slot.sampling.prompt_logprobs, min(span.end, slot.prompt - 1) - span.start
-        if asked is None or count <= 0:
-            return ()
-        tokens = self.slots.known(span.slot, span.start + 1, span.start + 1 + count)
-        return tuple(
-            logprobs_of(row_V, token, asked)
-            for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
-            for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
-        )
-
-
-def _stuck(slot: Slot) -> RowResult | None:
-    """The result of a row for which the slot's grammar allows no token, if the grammar has reached a limit; else
-    None."""
-    if slot.matcher is None or slot.matcher.error is None:
-        return None
-    return RowResult(error=slot.matcher.error, refused=True)
 
 
 def _once_done(result: StepResult, done: Callable[[], None]) -> WaitForStep:
@@ -678,6 +383,3 @@ def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult
     of_decoding, of_prompts = iter(decoded().rows), iter(read().rows)
     rows = tuple(next(of_decoding if row.start is None else of_prompts) for row in step.rows)
     return StepResult(number=step.number, rows=rows, replayed=True)
-
-
-_NOTHING = RowResult()

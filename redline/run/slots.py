@@ -21,7 +21,7 @@ from redline.messages.job import PAGE_TOKENS, Sampling
 from redline.messages.step import Begin, Drafter, Row
 from redline.model.k2.cpu import K2
 from redline.ops.staged import staged
-from redline.run.drafting.suffix import Suffix
+from redline.run.drafting.suffix import SuffixIndex
 from redline.run.grammar.matcher import Matcher, Matchers
 
 
@@ -49,7 +49,7 @@ NOTHING = Proposal([])
 MOST_KEPT = 256  # largest step, in tokens, for which the input buffers are kept: all of them take less than 10 MB
 
 
-class Span(msgspec.Struct, frozen=True):
+class RowSpan(msgspec.Struct, frozen=True):
     """A row with its positions [start, start + count) in the slot.
 
     All positions of a decode row except the first are drafts. `drafts` has one token more if the row is cut after the
@@ -90,7 +90,7 @@ class Slot:
     proposal: Proposal = NOTHING
     # tokens that the grammar forces where the next row begins (captured.py)
     coming: list[int] = field(default_factory=list)
-    suffix: Suffix | None = None
+    suffix: SuffixIndex | None = None
     matcher: Matcher | None = None  # None: the job has no grammar
     again: tuple[int, ...] = ()  # generated tokens that the matcher advances over while rows recompute them
     # the drafter's row of the next position is still missing; its feature is in the tails of the previous page
@@ -162,7 +162,7 @@ class Slots:
         if least >= 0 and most < self._vocabulary:
             self.tokens[number, : slot.length] = staged(begin.tokens, self.tokens.device)
             if self._suffix:
-                slot.suffix = Suffix()
+                slot.suffix = SuffixIndex()
                 slot.suffix.extend(begin.tokens)
         else:
             wrong = least if least < 0 else most
@@ -202,7 +202,7 @@ class Slots:
             self.tables[slot, have : have + len(pages)] = staged(pages, self.tables.device, torch.int32)
             self.at[slot].pages = have + len(pages)
 
-    def span(self, row: Row) -> Span:
+    def span(self, row: Row) -> RowSpan:
         """A row's positions, from the slot's current length on. Writes the drafts to verify after the slot's tokens.
 
         A decode row of a job that has reached its limit has no positions.
@@ -214,12 +214,12 @@ class Slots:
             slot.matcher.follow(slot.again[:count])
             slot.again = slot.again[count:]
         if row.start is not None:
-            return Span(row, row.slot, row.start, row.count)
+            return RowSpan(row, row.slot, row.start, row.count)
         length, room = slot.length, slot.limit - slot.length
         if room <= 0:
-            return Span(row, row.slot, length, 0)
+            return RowSpan(row, row.slot, length, 0)
         if not slot.proposal.tokens:
-            return Span(row, row.slot, length - 1, 1)
+            return RowSpan(row, row.slot, length - 1, 1)
         drafts = slot.proposal.until(min(row.drafts, room - 1))
         computed = len(drafts.tokens)
         if slot.matcher is not None:
@@ -227,7 +227,7 @@ class Slots:
             computed = slot.matcher.allowed(drafts.tokens)
             drafts = drafts.until(computed + 1)
         self._write(row.slot, drafts.tokens[:computed], length)
-        return Span(row, row.slot, length - 1, 1 + computed, drafts)
+        return RowSpan(row, row.slot, length - 1, 1 + computed, drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
         """Appends accepted tokens. The tokens that the grammar forces after them become the slot's drafts.
@@ -262,7 +262,7 @@ class Slots:
         else:
             self.tokens[number, position : position + len(tokens)] = staged(tokens, self.tokens.device)
 
-    def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
+    def inputs(self, spans: Sequence[RowSpan], model: K2) -> Inputs:
         """Inputs of the forward pass, in the order of the spans: prompt positions as chunks, generated ones as queries.
 
         The form of attention for a position depends on the position alone: the expanded form within the prompt, the
@@ -309,7 +309,7 @@ class Slots:
             tables=self.tables,
         )
 
-    def _decoding(self, spans: Sequence[Span], model: K2) -> Inputs | None:
+    def _decoding(self, spans: Sequence[RowSpan], model: K2) -> Inputs | None:
         """The inputs of a step if all of its tokens are queries and there are at most MOST_KEPT; else None."""
         asked: list[int] = []
         tokens = 0

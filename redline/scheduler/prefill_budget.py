@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from redline.policy.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
+from redline.policy.chunks import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
 from redline.policy.pairs import Work
 from redline.scheduler.active import ActiveJob
 
@@ -74,8 +74,8 @@ class PrefillBudget:
         """Report how many tokens of the prefill budget were not used, because no further prompt could start."""
         self.bounded += self._cut and not tokens
 
-    def _asked(self, job: ActiveJob) -> Prompt:
+    def _asked(self, job: ActiveJob) -> PrefillLeft:
         tokens = max(1, job.work if job.slot is None else job.known - job.planned)
         promised_ms = None if job.generated else job.job.ttft_ms
         left_s = math.inf if promised_ms is None else promised_ms / 1e3 - (self.spent_s - job.came_at_s)
-        return Prompt(tokens, job.known - tokens, left_s)
+        return PrefillLeft(tokens, job.known - tokens, left_s)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Drafter, RowResult, Step, StepResult
 from redline.policy.acceptance import KEEPS, REST_KEEPS, Acceptance
-from redline.policy.choose import Rows, Worth, choose, gain
+from redline.policy.choose import DraftingRows, Worth, choose, gain
 from redline.policy.costs import RoundTimes, StepCosts
 from redline.scheduler.active import ActiveJob
 
@@ -139,8 +139,8 @@ class Speculation:
         if self._learned:
             self._worth = self._worth.seen(gain(learned, len(jobs), self.times))
         followed = sum(job.drafting for job in jobs) if self.follows else 0
-        by_suffix = Rows(len(jobs) - followed, suffix, self._matched)
-        depth = choose(Rows(followed, learned), by_suffix, self.times)
+        by_suffix = DraftingRows(len(jobs) - followed, suffix, self._matched)
+        depth = choose(DraftingRows(followed, learned), by_suffix, self.times)
         # Draft tokens that are not requested give no statistics: the old statistics fade, so that drafting is tried
         # again.
         if not depth or not followed:

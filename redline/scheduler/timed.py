@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from redline.messages.news import StepKind, StepTimes, TimedStep
 from redline.messages.step import Step, StepResult
-from redline.policy.floor import Counted, StepFloor
+from redline.policy.floor import StepContents, StepFloor
 from redline.policy.pairs import Work, expanded_of, pairs_of
 from redline.scheduler.active import ActiveJob
 
@@ -98,7 +98,7 @@ class TimedSteps:
                 self.watch(timed, 0.0, delivered)
             return
         by_row = result.drafted if result.drafted is not None else drafted
-        counted = Counted(
+        counted = StepContents(
             positions=prompt + verified,
             heads=verified + sampled,
             context=read,

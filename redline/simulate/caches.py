@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Depth(NamedTuple):
+class CachedPrefix(NamedTuple):
     """The workers, as a bit mask, that have at least the first `blocks` blocks of a prompt cached."""
 
     blocks: int
@@ -33,22 +33,22 @@ class Caches:
         """The number of blocks that a worker has cached."""
         return len(self._of[worker])
 
-    def depths(self, prompt: Sequence[int]) -> list[Depth]:
+    def depths(self, prompt: Sequence[int]) -> list[CachedPrefix]:
         """How many blocks of a prompt are cached at which workers, in ascending order; each entry's workers are a
         subset of the one before."""
-        found: list[Depth] = []
+        found: list[CachedPrefix] = []
         holders = self._holders
         left, number = -1, 0
         for number, block in enumerate(prompt):
             here = left & holders.get(block, 0)
             if here != left:
                 if number:
-                    found.append(Depth(number, left))
+                    found.append(CachedPrefix(number, left))
                 left = here
                 if not left:
                     return found
         if prompt:
-            found.append(Depth(number + 1, left))
+            found.append(CachedPrefix(number + 1, left))
         return found
 
     def use(self, worker: int, prompt: Sequence[int], most: int) -> None:

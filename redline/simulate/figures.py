@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from redline.messages.base import Record
-from redline.simulate.fleet import Ended, Simulation
+from redline.simulate.fleet import RequestResult, Simulation
 from redline.simulate.worker import gap_ms
 
 BUCKETS = 60  # of a run's time, at most
@@ -20,7 +20,7 @@ class Share(Record, frozen=True):
     good: int
 
 
-class Bucket(Record, frozen=True):
+class FleetInterval(Record, frozen=True):
     """An interval of the run that begins at `at_s`.
 
     requests_s, good_s: requests per second that arrived in it, and those of them that met their targets. prefill,
@@ -81,7 +81,7 @@ class Figures(Record, frozen=True):
     cost_of_1000_good: float | None
     cost_of_a_million_tokens: float | None
     changes: tuple[Change, ...]
-    over_time: tuple[Bucket, ...]
+    over_time: tuple[FleetInterval, ...]
 
 
 def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.0) -> Figures:
@@ -137,7 +137,7 @@ def worker_seconds(simulation: Simulation, begin_s: float, end_s: float) -> floa
     )
 
 
-def _over_time(simulation: Simulation, ended: Sequence[Ended], seconds: float) -> tuple[Bucket, ...]:
+def _over_time(simulation: Simulation, ended: Sequence[RequestResult], seconds: float) -> tuple[FleetInterval, ...]:
     width = max(LEAST_BUCKET_S, seconds / BUCKETS)
     count = max(1, math.ceil(seconds / width))
     came, good = [0] * count, [0] * count
@@ -146,13 +146,13 @@ def _over_time(simulation: Simulation, ended: Sequence[Ended], seconds: float) -
         came[place] += 1
         good[place] += each.good
     begins = [period.at_s for period in simulation.periods]
-    found: list[Bucket] = []
+    found: list[FleetInterval] = []
     for place in range(count):
         at_s = place * width
         lasts = min(width, seconds - at_s)
         roles = simulation.periods[bisect_right(begins, at_s + lasts / 2) - 1].roles
         found.append(
-            Bucket(
+            FleetInterval(
                 at_s=round(at_s, 3),
                 requests_s=round(came[place] / lasts, 4),
                 good_s=round(good[place] / lasts, 4),

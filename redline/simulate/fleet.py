@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from redline.messages.news import Role
-from redline.policy.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
-from redline.policy.expected import Asked, Roles, Traffic, WorkerModel
+from redline.policy.count import NEWEST, Look, ScalingLimits, choose_count, forgotten, rising, role_of_another
+from redline.policy.expected import RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work, expanded_of, pairs_of
-from redline.policy.roles import Choice, best_roles, choose_roles, settled, splits_to_try
-from redline.policy.roles import Fleet as Chosen
+from redline.policy.roles import FleetRoles as Chosen
+from redline.policy.roles import RoleChoice, best_roles, choose_roles, settled, splits_to_try
 from redline.policy.targets import Targets
-from redline.router.choose import Candidate, Predicted, apart, beside, cheapest, predict
-from redline.router.pace import Busy, Pace
-from redline.simulate.caches import Caches, Depth
-from redline.simulate.traces import BLOCK_TOKENS, Request
+from redline.router.latency_model import LatencyModel, PrefillShare
+from redline.router.placement import PlacementCandidate, PredictedPlacement, apart, beside, cheapest, predict
+from redline.simulate.caches import CachedPrefix, Caches
+from redline.simulate.traces import BLOCK_TOKENS, TracedRequest
 from redline.simulate.worker import Played, Worker
 
 EVERYBODY = 16  # largest pool in which every worker is considered for every request
@@ -48,7 +48,7 @@ Way = Literal["predicted", "remote", "local"]
 local: the worker that decodes."""
 
 
-class Counted(NamedTuple):
+class AutoscaleLimits(NamedTuple):
     """Autoscaling of the number of workers; the fields are those of `tune.count.Limits`."""
 
     least: int
@@ -75,10 +75,10 @@ class Setting(NamedTuple):
     horizon_s: float = 300.0
     seed: int = 0
     slow_s: float = math.inf
-    counted: Counted | None = None
+    counted: AutoscaleLimits | None = None
 
 
-class Ended(NamedTuple):
+class RequestResult(NamedTuple):
     """The result of one request; first_s is infinite if it never ended. of: its class. slow: the share of its
     inter-token gaps that were longer than `slow_s`."""
 
@@ -112,7 +112,7 @@ class Simulation:
     def __init__(self, setting: Setting, watch: Callable[[float], object] | None = None) -> None:
         """watch: called every WATCH_EVERY events with the simulated time in seconds."""
         self.now = 0.0
-        self.ended: list[Ended] = []
+        self.ended: list[RequestResult] = []
         self.gaps: Counter[int] = Counter()  # number of inter-token gaps, by bin (`worker.gap_ms`)
         self.events = 0
         model, runs, counted = setting.model, setting.roles.workers, setting.counted
@@ -126,9 +126,9 @@ class Simulation:
         self._looks: list[Look] = []
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
-        self._pace = Pace(model.steps)
+        self._pace = LatencyModel(model.steps)
         self._pace.step_tokens = model.step_tokens
-        self._busy = [Busy() for _ in self.workers]
+        self._busy = [PrefillShare() for _ in self.workers]
         self._draw = random.Random(setting.seed)
         self._given = itertools.count(1)
         self._numbers = itertools.count()
@@ -139,10 +139,10 @@ class Simulation:
         self._said = 0, 0  # more prefill workers (1) or fewer (-1), and the number of evaluations in a row that gave it
         self._changed_s = 0.0  # time of the last role change, or of the start of the run
         self._tried_s = -math.inf  # time of the last replay in which no other split was better
-        self._recent: deque[tuple[float, Asked]] = deque()
+        self._recent: deque[tuple[float, RequestTokens]] = deque()
         self._pool()
 
-    def run(self, requests: Iterable[Request]) -> None:
+    def run(self, requests: Iterable[TracedRequest]) -> None:
         """Simulate requests, sorted by time, to their end. Those that have not ended PATIENCE_S after the last arrival
         count as unfinished."""
         heap, plan_s, promised = self._heap, self._setting.plan_s, self._setting.targets
@@ -172,10 +172,12 @@ class Simulation:
                 self._happen()
         for job in self._open.values():
             self.ended.append(
-                Ended(job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False)
+                RequestResult(
+                    job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False
+                )
             )
 
-    def learn(self, requests: Sequence[Asked]) -> None:
+    def learn(self, requests: Sequence[RequestTokens]) -> None:
         """Teach the router the prefill work and answer lengths of these requests, as if it had already routed them."""
         for each in requests[:LEARNT]:
             self._pace.stepped(_of_prompt(each.cached, max(1, each.uncached)), 0.0, 0.0)
@@ -215,7 +217,7 @@ class Simulation:
 
     # ------------------------------------------------------------------------------------------------------- a request
 
-    def _send(self, job: Played, request: Request) -> None:
+    def _send(self, job: Played, request: TracedRequest) -> None:
         """Choose the prefill and the decode worker of a request, as `WorkerRegistry.route` does."""
         self._open[job.index] = job
         depths = self._caches.depths(request.blocks)
@@ -243,13 +245,13 @@ class Simulation:
             room = self._caches.blocks - worker.outputs // BLOCK_TOKENS
             self._caches.use(worker.index, request.blocks, max(1, room))
         if self._setting.plan_s is not None:
-            self._recent.append((self.now, Asked(job.cached, job.work, job.output, job.of)))
+            self._recent.append((self.now, RequestTokens(job.cached, job.work, job.output, job.of)))
         computer.compute(job, self.now)
         self._push(computer)
 
     def _candidates(
-        self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
-    ) -> list[tuple[Worker, Candidate]]:
+        self, pool: Sequence[Worker], depths: Sequence[CachedPrefix], job: Played, everywhere: int | None
+    ) -> list[tuple[Worker, PlacementCandidate]]:
         """The workers of a pool that are considered, each with its state; the one with the oldest last job comes first.
         everywhere: tokens of the prompt that all workers have cached; None: according to the caches."""
         if len(pool) <= EVERYBODY:
@@ -267,7 +269,7 @@ class Simulation:
                 if len(some) >= 2 * SOME:
                     break
             looked_at = list(some.values())
-        found: list[tuple[Worker, Candidate]] = []
+        found: list[tuple[Worker, PlacementCandidate]] = []
         caches = self._caches
         waits_s = max((each.queue for each in self._computing), default=0) * self._pace.token_s(self._model.steps)
         for worker in looked_at:
@@ -283,7 +285,7 @@ class Simulation:
                 answer_s = self._pace.output(job.of) * self._pace.between_s(answers + 1)
                 answers = beside(answers, worker.awaited, answer_s, waits_s)
             busy = self._busy[worker.index].share(self.now)
-            found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free, busy)))
+            found.append((worker, PlacementCandidate(worker.name, cached, worker.queue, answers, free, busy)))
         return found
 
     def _computed(self, job: Played, worker: Worker) -> None:
@@ -320,7 +322,7 @@ class Simulation:
         good = first_s <= wanted.ttft_s and itl_s <= wanted.itl_s
         slow = job.slow * self._model.tokens_per_step / max(1, job.output - 1)
         self.ended.append(
-            Ended(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good, slow)
+            RequestResult(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good, slow)
         )
 
     def _push(self, worker: Worker) -> None:
@@ -392,16 +394,18 @@ class Simulation:
             self._looks.append(Look(self.now, choice.ample))
             self._count(setting.counted, traffic, fleet)
 
-    def _under_way(self) -> list[Asked]:
+    def _under_way(self) -> list[RequestTokens]:
         """Requests that have not ended, with what is left of them; of a running answer, half is assumed to be left."""
         return [
-            Asked(job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of)
+            RequestTokens(
+                job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of
+            )
             for job in self._open.values()
         ]
 
-    def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
+    def _count(self, counted: AutoscaleLimits, traffic: Traffic, fleet: Chosen) -> None:
         """Start or stop one worker if the number that runs differs from the number wanted (as `autoscaler.py`)."""
-        limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
+        limits = ScalingLimits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)
         count = choose_count(self._looks, running, limits, self.now)
@@ -439,13 +443,13 @@ class Simulation:
             self._ending.discard(worker.index)
             self._off.add(worker.index)
             self._caches.forget(worker.index)
-            self._busy[worker.index] = Busy()
+            self._busy[worker.index] = PrefillShare()
             self._tell(f"{worker.name} has ended")
 
     def _tell(self, why: str) -> None:
         self.periods.append(Period(self.now, self._roles, why, self._running))
 
-    def _flip(self, now: Roles, choice: Choice) -> None:
+    def _flip(self, now: Roles, choice: RoleChoice) -> None:
         wanted = _each(Roles(*(max(0, wants - has) for has, wants in zip(now, choice.roles, strict=True))))
         surplus = Counter(_each(Roles(*(max(0, has - wants) for has, wants in zip(now, choice.roles, strict=True)))))
         for worker in sorted(self._serving, key=lambda each: each.queue + each.jobs):  # the least busy first
@@ -511,7 +515,7 @@ def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[st
     return sum(good) / len(good)
 
 
-def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[Request]:
+def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[TracedRequest]:
     """The fraction `part` of the running requests, at time 0; then the recent requests in their order, with random
     (Poisson) arrival times at `part` of their rate. A large backlog extends the replay, or else splits that clear the
     backlog soonest would gain nothing."""
@@ -527,7 +531,7 @@ def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, s
         yield _request(at_s, each)
 
 
-def sent(way: Way, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+def sent(way: Way, here: Sequence[PredictedPlacement], there: Sequence[PredictedPlacement]) -> tuple[int, int | None]:
     """The indexes of the decode worker in `here`, and of the prefill worker in `there`; None: the decode worker."""
     match way:
         case "predicted":
@@ -546,9 +550,9 @@ def _of_prompt(cached: int, uncached: int) -> Work:
     return Work(prompt=uncached, pairs=pairs_of(cached, uncached), expanded=expanded_of(cached, uncached))
 
 
-def _request(at_s: float, asked: Asked) -> Request:
+def _request(at_s: float, asked: RequestTokens) -> TracedRequest:
     prompt, output = asked.cached + max(1, asked.uncached), max(1, asked.output)
-    return Request(at_s, prompt, output, (), asked.of, asked.cached)
+    return TracedRequest(at_s, prompt, output, (), asked.of, asked.cached)
 
 
 def _smaller(roles: Roles) -> Roles:

@@ -25,7 +25,7 @@ from redline.messages.base import Record
 BLOCK_TOKENS = 512
 
 
-class Request(NamedTuple):
+class TracedRequest(NamedTuple):
     """at_s: arrival time. prompt, output: tokens. blocks: ids of the prompt's blocks. of: its class.
 
     cached: tokens of the prompt that are cached at every worker; None: as many as the worker's cached blocks give.
@@ -47,7 +47,7 @@ class _Line(Record, frozen=True, forbid_unknown_fields=False, rename={"of": "cla
     of: str = ""
 
 
-def read(path: Path) -> list[Request]:
+def read(path: Path) -> list[TracedRequest]:
     """The requests of a trace, sorted by time. Raises ConfigError with the file, the line and the problem."""
     try:
         lines = path.read_bytes().splitlines()
@@ -56,7 +56,7 @@ def read(path: Path) -> list[Request]:
             f"{path}: cannot be read ({error.strerror or error}); "
             "expected a trace file, or KIND:SECONDS@RATE such as chat:600@20"
         ) from None
-    found: list[Request] = []
+    found: list[TracedRequest] = []
     decoder = msgspec.json.Decoder(_Line)
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -68,7 +68,7 @@ def read(path: Path) -> list[Request]:
         if problem := _problem(line):
             raise ConfigError(f"{path}, line {number}: {problem}")
         found.append(
-            Request(line.timestamp / 1e3, line.input_length, max(1, line.output_length), line.hash_ids, line.of)
+            TracedRequest(line.timestamp / 1e3, line.input_length, max(1, line.output_length), line.hash_ids, line.of)
         )
     if not found:
         raise ConfigError(f"{path}: contains no requests")
@@ -91,7 +91,7 @@ def _problem(line: _Line) -> str:
     return ""
 
 
-def write(path: Path, requests: Iterator[Request]) -> int:
+def write(path: Path, requests: Iterator[TracedRequest]) -> int:
     """Write a trace. Returns the number of requests. Raises OSError if the file cannot be written."""
     count = 0
     with path.open("w") as file:
@@ -144,7 +144,7 @@ class Phase(NamedTuple):
     rate: float
 
 
-def made(phases: Sequence[Phase], seed: int = 0) -> Iterator[Request]:
+def made(phases: Sequence[Phase], seed: int = 0) -> Iterator[TracedRequest]:
     """Requests of consecutive phases, sorted by time, generated lazily. The same seed gives the same requests.
 
     Sessions begin as a Poisson process with the rate that gives the phase's request rate; sessions of the first phase
@@ -155,7 +155,7 @@ def made(phases: Sequence[Phase], seed: int = 0) -> Iterator[Request]:
     kinds = {phase.kind.name: phase.kind for phase in phases}
     shared = {name: tuple(itertools.islice(names, kind.shared // BLOCK_TOKENS)) for name, kind in kinds.items()}
     end = sum(phase.seconds for phase in phases)
-    coming: list[tuple[float, int, Request]] = []
+    coming: list[tuple[float, int, TracedRequest]] = []
     start, at = 0.0, -LEAD * phases[0].kind.turns * phases[0].kind.pause_s
     for kind, seconds, rate in phases:
         while (at := at + draw.expovariate(rate / kind.turns)) < start + seconds:
@@ -171,7 +171,7 @@ def made(phases: Sequence[Phase], seed: int = 0) -> Iterator[Request]:
 
 def _session(
     kind: Kind, at: float, draw: random.Random, names: Iterator[int], shared: tuple[int, ...]
-) -> Iterator[Request]:
+) -> Iterator[TracedRequest]:
     """The turns of a session that begins at a time."""
 
     def length(median: int) -> int:
@@ -187,7 +187,7 @@ def _session(
         blocks += itertools.islice(names, whole - len(blocks))
         answer = length(kind.answer)
         # Rounded to milliseconds as in a trace file, so that a replay of the file gives the same decisions.
-        yield Request(round(at, 3), prompt, answer, tuple(blocks), kind.name)
+        yield TracedRequest(round(at, 3), prompt, answer, tuple(blocks), kind.name)
         if draw.random() < 1 / kind.turns:
             return
         prompt += answer

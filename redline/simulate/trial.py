@@ -1,7 +1,7 @@
 """The process that simulates roles: a simulation of some hundred requests takes a second, during which it would block
 the streams of the server process (GIL).
 
-Reads a `Trial` from standard input, and writes the attainment of each split to standard output; both in msgpack.
+Reads a `SimulationInput` from standard input; writes the attainment of each split to standard output; both in msgpack.
 """
 
 import os
@@ -17,7 +17,7 @@ from redline.simulate.fleet import tried
 NICE = 10  # lower priority than the serving processes
 
 
-class Trial(Record, frozen=True):
+class SimulationInput(Record, frozen=True):
     """The input of a simulation; the fields are the arguments of `simulate.fleet.tried`."""
 
     traffic: Traffic
@@ -27,9 +27,9 @@ class Trial(Record, frozen=True):
 
 
 def main() -> None:
-    """Simulate the `Trial` on standard input."""
+    """Simulate the `SimulationInput` on standard input."""
     os.nice(NICE)
-    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Trial)
+    trial = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=SimulationInput)
     shares = tried(trial.traffic, trial.model, trial.targets, trial.splits)
     sys.stdout.buffer.write(msgspec.msgpack.encode([shares[roles] for roles in trial.splits]))
 

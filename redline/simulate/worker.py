@@ -17,7 +17,7 @@ from collections import Counter, deque
 from heapq import heappop, heappush
 
 from redline.messages.news import Role
-from redline.policy.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
+from redline.policy.chunks import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
 from redline.policy.expected import WorkerModel
 from redline.policy.pairs import Work
 
@@ -263,7 +263,7 @@ class Worker:
         if step_ms is None or not self.rows or not prompts:
             return most
         prompts.sort(key=lambda job: not job.placed)
-        told = [Prompt(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
+        told = [PrefillLeft(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
         sharing = None if self._slots < self.model.slots else sum(job.placed for job in prompts)
         answers = Answers(self.rows, self._context)
         return chunk_tokens(self.model.steps.step_ms, most, step_ms, answers, told, sharing)

@@ -21,7 +21,7 @@ class TransferFailed(RedlineError):
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryRange:
     """A range of this process's memory that was allocated elsewhere, a tensor's storage for example.
 
     device: CUDA device index of the GPU memory; None: host memory. owner: the object that keeps the memory allocated.
@@ -37,7 +37,7 @@ class Memory:
         return self.address <= address and address + count <= self.address + self.size
 
 
-class Reading(Protocol):
+class RemoteRead(Protocol):
     """One read in progress. One thread at a time may use it: the thread that uses its peer."""
 
     def done(self) -> bool:
@@ -62,12 +62,12 @@ class Peer(Protocol):
         """Bytes of the area."""
         ...
 
-    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> Reading:
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> RemoteRead:
         """Starts to copy bytes [source_offset, source_offset + count) of the area to `into`.
 
         seconds: timeout. The first poll after it cancels the reading and raises TransferFailed.
         Raises ValueError if `count` is not positive, if the bytes are outside the area or `into`, and if the target
-        memory is not registered (`Transport.landing`). If the peer is down, `Reading.done` raises, not this method.
+        memory is not registered (`Transport.landing`). If the peer is down, `RemoteRead.done` raises, not this method.
         """
         ...
 
@@ -80,7 +80,7 @@ class Area(Protocol):
     """Memory of this process that peers can read, at any time, until it is closed."""
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryRange:
         """Its address, size and device."""
         ...
 
@@ -108,7 +108,7 @@ class Landing(Protocol):
 class Transport(Protocol):
     """A method of copying bytes between processes."""
 
-    def area(self, memory: Memory | int) -> Area:
+    def area(self, memory: MemoryRange | int) -> Area:
         """Lets peers read `memory`, or, if it is an int, that many bytes of new, zeroed memory.
 
         Raises ConfigError if the memory cannot be allocated or registered, and for memory of the caller's if this
@@ -116,7 +116,7 @@ class Transport(Protocol):
         """
         ...
 
-    def landing(self, memory: Memory) -> Landing:
+    def landing(self, memory: MemoryRange) -> Landing:
         """Registers memory as a target of reads. Raises ConfigError if this transport cannot write there."""
         ...
 
@@ -152,17 +152,17 @@ def inside(source_offset: int, count: int, size: int) -> None:
         raise ValueError(f"bytes [{source_offset:,}, {source_offset + count:,}) are outside an area of {size:,} bytes")
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AreaDescriptor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The descriptor of an area. kind: name and format version of its transport."""
 
     kind: str
 
 
 class _Lies(Protocol):
-    memory: Memory
+    memory: MemoryRange
 
 
-AnyTold = TypeVar("AnyTold", bound=Told)
+AnyTold = TypeVar("AnyTold", bound=AreaDescriptor)
 AnyLanding = TypeVar("AnyLanding", bound=_Lies)
 
 

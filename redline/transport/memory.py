@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from redline import clock
 from redline.errors import ConfigError
-from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+from redline.transport.base import MemoryRange, Target, TransferFailed, address_of, inside
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ _numbers = itertools.count()
 class MemoryArea:
     """An area of this process for peers in this process."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryRange) -> None:
         """Raises ConfigError if the memory is a GPU's."""
         if memory.device is not None:
             raise ConfigError("transport: `memory` copies host memory only, and this is GPU memory")
@@ -66,7 +66,7 @@ class MemoryLanding:
         """Does nothing."""
 
 
-class MemoryReading:
+class MemoryRead:
     """A read that progresses when it is polled."""
 
     def __init__(self, peer: "MemoryPeer", offset: int, into: Target, count: int, until: float) -> None:
@@ -81,7 +81,7 @@ class MemoryReading:
             self._copy(count // 2)
 
     def done(self) -> bool:
-        """As `Reading.done`."""
+        """As `RemoteRead.done`."""
         if self._done:
             return True
         if self._failed is not None:
@@ -105,7 +105,7 @@ class MemoryReading:
         return True
 
     def cancel(self) -> None:
-        """As `Reading.cancel`, immediately: bytes are copied only while the read is polled."""
+        """As `RemoteRead.cancel`, immediately: bytes are copied only while the read is polled."""
         if not self._done and self._failed is None:
             self._failed = "the read was cancelled"
             self._end()
@@ -136,15 +136,15 @@ class MemoryPeer:
     def __init__(self, area: MemoryArea, disturb: Disturb | None, clock: Callable[[], float]) -> None:
         self.area, self.clock = area, clock
         self.size = area.memory.size
-        self.readings: set[MemoryReading] = set()
+        self.readings: set[MemoryRead] = set()
         self._disturb = disturb
         self._open = True
 
-    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> MemoryReading:
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> MemoryRead:
         """As `Peer.read`."""
         inside(source_offset, count, self.size)
         assert self._open, "the peer is closed"
-        reading = MemoryReading(self, source_offset, into, count, self.clock() + seconds)
+        reading = MemoryRead(self, source_offset, into, count, self.clock() + seconds)
         self.readings.add(reading)
         return reading
 
@@ -170,13 +170,13 @@ class MemoryTransport:
         self._areas: list[MemoryArea] = []
         self._peers: WeakSet[MemoryPeer] = WeakSet()
 
-    def area(self, memory: Memory | int) -> MemoryArea:
+    def area(self, memory: MemoryRange | int) -> MemoryArea:
         """As `Transport.area`."""
         area = MemoryArea(host_memory(memory) if isinstance(memory, int) else memory)
         self._areas.append(area)
         return area
 
-    def landing(self, memory: Memory) -> MemoryLanding:
+    def landing(self, memory: MemoryRange) -> MemoryLanding:
         """As `Transport.landing`: any host memory."""
         if memory.device is not None:
             raise ConfigError("transport: `memory` copies host memory only, and this is GPU memory")
@@ -197,11 +197,11 @@ class MemoryTransport:
             made.close()
 
 
-def host_memory(size: int) -> Memory:
+def host_memory(size: int) -> MemoryRange:
     """New zeroed memory of this process, as whole pages. Raises ConfigError if it cannot be allocated."""
     try:
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigError(f"transport: cannot allocate an area of {size:,} bytes ({error})") from error
     held = (ctypes.c_char * size).from_buffer(mapped)
-    return Memory(ctypes.addressof(held), size, owner=held)
+    return MemoryRange(ctypes.addressof(held), size, owner=held)

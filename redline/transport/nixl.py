@@ -24,7 +24,16 @@ import msgspec
 
 from redline import clock
 from redline.errors import ConfigError
-from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
+from redline.transport.base import (
+    AreaDescriptor,
+    MemoryRange,
+    Target,
+    TransferFailed,
+    address_of,
+    heard,
+    inside,
+    landing_at,
+)
 from redline.transport.memory import host_memory
 
 LOOK_S = 0.001  # progress interval, in seconds, of an area's owner: polling takes about 3 % of a core
@@ -33,7 +42,7 @@ GRACE_S = 0.1  # seconds that a cancelled read may take to end by itself before 
 _KIND = "redline-nixl-1"
 
 
-class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _NixlDescriptor(AreaDescriptor, frozen=True, array_like=True, forbid_unknown_fields=True):
     agent: str
     metadata: bytes  # NIXL's metadata of the agent that has registered the memory
     address: int
@@ -73,7 +82,7 @@ class _Nixl:
             raise ConfigError("transport: this NIXL has no UCX backend")
         return agent
 
-    def register(self, agent: Any, memory: Memory) -> Any:
+    def register(self, agent: Any, memory: MemoryRange) -> Any:
         """Registers memory with the agent, which pins it if the link needs that. Raises ConfigError if NIXL refuses."""
         try:
             return agent.register_memory([(memory.address, memory.size, memory.device or 0, "")], _kind(memory))
@@ -87,13 +96,13 @@ class _Nixl:
 class NixlArea:
     """Memory that is registered with an agent of its own."""
 
-    def __init__(self, nixl: _Nixl, memory: Memory) -> None:
+    def __init__(self, nixl: _Nixl, memory: MemoryRange) -> None:
         """Raises ConfigError if NIXL cannot register the memory."""
         self.memory = memory
         self._agent: Any = nixl.agent()
         # Registration comes first: an agent's metadata contains only the memory that is registered by then.
         nixl.register(self._agent, memory)
-        told = _Told(
+        told = _NixlDescriptor(
             _KIND, self._agent.name, self._agent.get_agent_metadata(), memory.address, memory.size, memory.device
         )
         self.told = msgspec.msgpack.encode(told)
@@ -114,7 +123,7 @@ class NixlArea:
 class NixlLanding:
     """Memory that is registered with every peer's agent as the target of reads."""
 
-    def __init__(self, transport: "NixlTransport", memory: Memory) -> None:
+    def __init__(self, transport: "NixlTransport", memory: MemoryRange) -> None:
         self.memory = memory
         self._transport = transport
 
@@ -123,7 +132,7 @@ class NixlLanding:
         self._transport.forget(self)
 
 
-class NixlReading:
+class NixlRead:
     """A NIXL transfer in progress."""
 
     def __init__(self, peer: "NixlPeer", into: NixlLanding, handle: Any, held: object, seconds: float) -> None:
@@ -133,7 +142,7 @@ class NixlReading:
         self._failed: str | None = None
 
     def done(self) -> bool:
-        """As `Reading.done`."""
+        """As `RemoteRead.done`."""
         if self._failed is not None:
             raise TransferFailed(self._failed)
         if self._handle is None:
@@ -149,8 +158,8 @@ class NixlReading:
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`. A read that does not end within `GRACE_S`, 0.1 s, fails its peer, and with it the peer's
-        other readings."""
+        """As `RemoteRead.cancel`. A read that does not end within `GRACE_S`, 0.1 s, fails its peer and the
+        peer's other reads."""
         self._give_up("the read was cancelled")
 
     def fail(self, reason: str) -> None:
@@ -177,10 +186,10 @@ class NixlReading:
 class NixlPeer:
     """A connection to an area of another process. A peer that has failed stays failed; the caller has to reconnect."""
 
-    def __init__(self, transport: "NixlTransport", nixl: _Nixl, told: _Told) -> None:
+    def __init__(self, transport: "NixlTransport", nixl: _Nixl, told: _NixlDescriptor) -> None:
         """Raises TransferFailed if NIXL cannot reach the peer."""
         self.size = told.size
-        self.readings: set[NixlReading] = set()
+        self.readings: set[NixlRead] = set()
         self._transport, self._nixl, self._told = transport, nixl, told
         self._agent: Any = nixl.agent()
         self._registered: dict[NixlLanding, Any] = {}
@@ -193,7 +202,7 @@ class NixlPeer:
             self._agent = None
             raise TransferFailed(f"NIXL cannot reach the peer ({error})") from error
 
-    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> NixlReading:
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> NixlRead:
         """As `Peer.read`. Over shared memory the read may be complete before this returns."""
         inside(source_offset, count, self.size)
         address, held = address_of(into, count)
@@ -209,11 +218,11 @@ class NixlPeer:
                     agent.get_xfer_descs(there, "DRAM" if self._told.device is None else "VRAM"),
                     self._told.agent,
                 )
-                reading = NixlReading(self, landing, handle, held, seconds)
+                reading = NixlRead(self, landing, handle, held, seconds)
                 self.readings.add(reading)
                 agent.transfer(handle)  # its status is ignored: `ended` polls it
                 return reading
-        reading = NixlReading(self, landing, None, None, seconds)
+        reading = NixlRead(self, landing, None, None, seconds)
         reading.fail(self._failed or "the peer is unreachable")
         return reading
 
@@ -280,7 +289,7 @@ class NixlTransport:
     def __init__(
         self,
         tls: str | None = None,
-        make: Callable[[int], Memory] = host_memory,
+        make: Callable[[int], MemoryRange] = host_memory,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._nixl = _Nixl(tls)
@@ -291,7 +300,7 @@ class NixlTransport:
         self._helper: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def area(self, memory: Memory | int) -> NixlArea:
+    def area(self, memory: MemoryRange | int) -> NixlArea:
         """As `Transport.area`: of host or GPU memory."""
         area = NixlArea(self._nixl, self._make(memory) if isinstance(memory, int) else memory)
         self._areas.append(area)
@@ -300,7 +309,7 @@ class NixlTransport:
             self._helper.start()
         return area
 
-    def landing(self, memory: Memory) -> NixlLanding:
+    def landing(self, memory: MemoryRange) -> NixlLanding:
         """As `Transport.landing`: host memory, or GPU memory, for which registration is tried immediately."""
         if memory.device is not None:
             self._nixl.register(self._nixl.agent(), memory)
@@ -320,7 +329,7 @@ class NixlTransport:
 
     def connect(self, told: bytes) -> NixlPeer:
         """As `Transport.connect`. That a peer is unreachable may be detected only by the first read."""
-        facts = heard(told, _Told, _KIND, "nixl")
+        facts = heard(told, _NixlDescriptor, _KIND, "nixl")
         peer = NixlPeer(self, self._nixl, facts)
         self._peers.add(peer)
         return peer
@@ -339,5 +348,5 @@ class NixlTransport:
                 area.help_on()
 
 
-def _kind(memory: Memory) -> str:
+def _kind(memory: MemoryRange) -> str:
     return "DRAM" if memory.device is None else "VRAM"

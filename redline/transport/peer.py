@@ -5,7 +5,7 @@ No byte passes through host memory: a read is an asynchronous copy that is queue
 A copy that has begun cannot be cancelled, so `cancel` waits for its end, which takes less than a millisecond; if the
 copy does not end, the GPU has failed, and the worker with it.
 
-All driver calls are in the interface `Chip`, so that everything else can be tested without a GPU.
+All driver calls are in the interface `GpuDriver`, so that everything else can be tested without a GPU.
 """
 
 import contextlib
@@ -18,7 +18,16 @@ import msgspec
 
 from redline import clock
 from redline.errors import ConfigError, WorkerLost
-from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
+from redline.transport.base import (
+    AreaDescriptor,
+    MemoryRange,
+    Target,
+    TransferFailed,
+    address_of,
+    heard,
+    inside,
+    landing_at,
+)
 
 HANG_S = 10.0  # timeout, in seconds, for a cancelled copy to end
 LOOK_S = 0.00005  # polling interval, in seconds, while a cancelled copy ends
@@ -38,7 +47,7 @@ class Exported(Protocol):
         ...
 
 
-class Chip(Protocol):
+class GpuDriver(Protocol):
     """The driver calls of one GPU that this transport needs. Driver errors are raised as RuntimeError."""
 
     @property
@@ -64,7 +73,7 @@ class Chip(Protocol):
         ...
 
 
-class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _PeerDescriptor(AreaDescriptor, frozen=True, array_like=True, forbid_unknown_fields=True):
     host: str
     handle: bytes
     size: int
@@ -73,15 +82,15 @@ class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
 class PeerArea:
     """Memory of this process's GPU that other processes can map."""
 
-    def __init__(self, chip: Chip, size: int) -> None:
+    def __init__(self, chip: GpuDriver, size: int) -> None:
         """Raises ConfigError if the GPU has no room for it or cannot export memory."""
         try:
             self._exported = chip.export(size)
         except RuntimeError as error:
             raise ConfigError(f"transport: `peer` cannot allocate {size:,} bytes of GPU memory ({error})") from error
         self._open = True
-        self.memory = Memory(self._exported.address, size, chip.device, owner=self._exported)
-        self.told = msgspec.msgpack.encode(_Told(_KIND, _host(), self._exported.handle, size))
+        self.memory = MemoryRange(self._exported.address, size, chip.device, owner=self._exported)
+        self.told = msgspec.msgpack.encode(_PeerDescriptor(_KIND, _host(), self._exported.handle, size))
 
     def close(self) -> None:
         """As `Area.close`. For peers that have it mapped, the driver keeps the memory as it does when a process
@@ -95,7 +104,7 @@ class PeerArea:
 class PeerLanding:
     """Memory of this process's GPU that is the target of reads."""
 
-    def __init__(self, transport: "PeerTransport", memory: Memory) -> None:
+    def __init__(self, transport: "PeerTransport", memory: MemoryRange) -> None:
         self.memory = memory
         self._transport = transport
 
@@ -104,7 +113,7 @@ class PeerLanding:
         self._transport.forget(self)
 
 
-class PeerReading:
+class PeerRead:
     """A copy that is queued on the GPU."""
 
     def __init__(
@@ -118,7 +127,7 @@ class PeerReading:
         self._failed: str | None = None
 
     def done(self) -> bool:
-        """As `Reading.done`."""
+        """As `RemoteRead.done`."""
         if self._failed is not None:
             raise TransferFailed(self._failed)
         if self._ended is None:
@@ -137,7 +146,7 @@ class PeerReading:
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`: waits for the end of the copy. Raises WorkerLost if the GPU does not end it within
+        """As `RemoteRead.cancel`: waits for the end of the copy. Raises WorkerLost if the GPU does not end it within
         `HANG_S` seconds."""
         if self._ended is not None:
             self._give_up("the read was cancelled")
@@ -166,17 +175,17 @@ class PeerReading:
 class PeerPeer:
     """A connection to an area of another process's GPU, which is mapped here."""
 
-    def __init__(self, transport: "PeerTransport", chip: Chip, facts: _Told) -> None:
+    def __init__(self, transport: "PeerTransport", chip: GpuDriver, facts: _PeerDescriptor) -> None:
         """Raises TransferFailed, with the driver's reason, if the area cannot be mapped."""
         self.size = facts.size
-        self.readings: set[PeerReading] = set()
+        self.readings: set[PeerRead] = set()
         self._transport, self._chip = transport, chip
         try:
             self._address: int | None = chip.map(facts.handle)
         except RuntimeError as error:
             raise TransferFailed(f"this GPU cannot map the peer's memory ({error})") from error
 
-    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> PeerReading:
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> PeerRead:
         """As `Peer.read`: takes microseconds of host time, independent of `count`."""
         inside(source_offset, count, self.size)
         assert self._address is not None, "the peer is closed"
@@ -185,10 +194,10 @@ class PeerPeer:
         try:
             ended = self._chip.copy(address, self._address + source_offset, count)
         except RuntimeError as error:
-            reading = PeerReading(self, landing, None, None, seconds)
+            reading = PeerRead(self, landing, None, None, seconds)
             reading.fail(f"the GPU could not copy ({error})")
             return reading
-        reading = PeerReading(self, landing, ended, held, seconds)
+        reading = PeerRead(self, landing, ended, held, seconds)
         self.readings.add(reading)
         return reading
 
@@ -208,13 +217,13 @@ class PeerTransport:
     chip: the GPU of this process.
     """
 
-    def __init__(self, chip: Chip) -> None:
+    def __init__(self, chip: GpuDriver) -> None:
         self._chip = chip
         self.landings: list[PeerLanding] = []
         self._areas: list[PeerArea] = []
         self._peers: WeakSet[PeerPeer] = WeakSet()
 
-    def area(self, memory: Memory | int) -> PeerArea:
+    def area(self, memory: MemoryRange | int) -> PeerArea:
         """As `Transport.area`: only of new memory, which is allocated on the GPU."""
         if not isinstance(memory, int):
             raise ConfigError("transport: `peer` allocates the memory of an area itself: pass its size")
@@ -222,7 +231,7 @@ class PeerTransport:
         self._areas.append(area)
         return area
 
-    def landing(self, memory: Memory) -> PeerLanding:
+    def landing(self, memory: MemoryRange) -> PeerLanding:
         """As `Transport.landing`: only memory of this GPU."""
         if memory.device != self._chip.device:
             raise ConfigError("transport: `peer` copies only into memory of its own GPU, and this is other memory")
@@ -238,7 +247,7 @@ class PeerTransport:
 
     def connect(self, told: bytes) -> PeerPeer:
         """As `Transport.connect`: maps the area, once for all its reads."""
-        facts = heard(told, _Told, _KIND, "peer")
+        facts = heard(told, _PeerDescriptor, _KIND, "peer")
         if facts.host != _host():
             raise TransferFailed("the peer's GPU is in another host")
         peer = PeerPeer(self, self._chip, facts)

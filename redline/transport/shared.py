@@ -19,13 +19,13 @@ import numpy as np
 
 from redline import clock
 from redline.errors import ConfigError
-from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside
+from redline.transport.base import AreaDescriptor, MemoryRange, Target, TransferFailed, address_of, heard, inside
 
 INLINE = 1 << 17  # bytes; up to this size the caller's thread copies: about 10 us, the time to wake a thread
 PIECE = 1 << 20  # bytes that are copied between two checks for cancellation: about 0.1 ms
 
 
-class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _SharedDescriptor(AreaDescriptor, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: str  # the file's name in the folder
     size: int
 
@@ -49,8 +49,8 @@ class SharedArea:
         finally:
             os.close(file)
         held = (ctypes.c_char * size).from_buffer(mapped)
-        self.memory = Memory(ctypes.addressof(held), size, owner=held)
-        self.told = msgspec.msgpack.encode(_Told(_KIND, self._path.name, size))
+        self.memory = MemoryRange(ctypes.addressof(held), size, owner=held)
+        self.told = msgspec.msgpack.encode(_SharedDescriptor(_KIND, self._path.name, size))
 
     def close(self) -> None:
         """As `Area.close`: unlinks the file; peers that have it mapped read its last content."""
@@ -64,7 +64,7 @@ class SharedLanding:
         """Does nothing."""
 
 
-class SharedReading:
+class SharedRead:
     """A copy; above `INLINE` bytes it is made by the transport's thread."""
 
     def __init__(self, peer: "SharedPeer", source: int, into: Target, count: int, seconds: float) -> None:
@@ -82,7 +82,7 @@ class SharedReading:
             self._copying = peer.copier.submit(self._copy)
 
     def done(self) -> bool:
-        """As `Reading.done`."""
+        """As `RemoteRead.done`."""
         if self._failed is not None:
             raise TransferFailed(self._failed)
         if self._copying is None or self._copying.done():
@@ -94,7 +94,7 @@ class SharedReading:
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`: returns after at most `PIECE` further bytes, immediately if the copy has not begun."""
+        """As `RemoteRead.cancel`: returns after at most `PIECE` further bytes, at once if the copy has not begun."""
         self._give_up("the read was cancelled")
 
     def _give_up(self, reason: str) -> None:
@@ -136,15 +136,15 @@ class SharedPeer:
             os.close(file)
         self._view = np.frombuffer(mapped, np.uint8)  # its deletion ends the mapping
         self.size = size
-        self.readings: set[SharedReading] = set()
+        self.readings: set[SharedRead] = set()
         self.copier = copier
         self._open = True
 
-    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> SharedReading:
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> SharedRead:
         """As `Peer.read`."""
         inside(source_offset, count, self.size)
         assert self._open, "the peer is closed"
-        return SharedReading(self, self._view.ctypes.data + source_offset, into, count, seconds)
+        return SharedRead(self, self._view.ctypes.data + source_offset, into, count, seconds)
 
     def close(self) -> None:
         """As `Peer.close`."""
@@ -174,7 +174,7 @@ class SharedTransport:
         self._areas: list[SharedArea] = []
         self._peers: WeakSet[SharedPeer] = WeakSet()
 
-    def area(self, memory: Memory | int) -> SharedArea:
+    def area(self, memory: MemoryRange | int) -> SharedArea:
         """As `Transport.area`: only of new memory."""
         if not isinstance(memory, int):
             raise ConfigError("transport: `shared` allocates the memory of an area itself: pass its size")
@@ -182,7 +182,7 @@ class SharedTransport:
         self._areas.append(area)
         return area
 
-    def landing(self, memory: Memory) -> SharedLanding:
+    def landing(self, memory: MemoryRange) -> SharedLanding:
         """As `Transport.landing`: any host memory."""
         if memory.device is not None:
             raise ConfigError("transport: `shared` copies host memory only, and this is GPU memory")
@@ -190,7 +190,7 @@ class SharedTransport:
 
     def connect(self, told: bytes) -> SharedPeer:
         """As `Transport.connect`."""
-        facts = heard(told, _Told, _KIND, "shared")
+        facts = heard(told, _SharedDescriptor, _KIND, "shared")
         if not facts.name or "/" in facts.name or facts.name in (".", ".."):
             raise TransferFailed("the peer's descriptor names no file of the transport `shared`")
         peer = SharedPeer(self._folder / facts.name, facts.size, self._copier)

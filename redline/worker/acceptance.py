@@ -19,7 +19,7 @@ from redline.messages.delta import Delta, Finish
 RESAMPLES = 2000  # number of resamples of a bootstrap
 
 
-class Round(NamedTuple):
+class DraftRound(NamedTuple):
     """A decode step of one job that verified at least one draft token."""
 
     position: int  # position of the first draft token, counted from the start of the prompt
@@ -35,11 +35,11 @@ class Spoken(NamedTuple):
     tokens: tuple[int, ...]  # prompt and answer
     prompt: int  # number of prompt tokens
     finish: Finish
-    rounds: tuple[Round, ...]
+    rounds: tuple[DraftRound, ...]
     rows: int  # number of decode rows, with or without draft tokens
 
 
-class Length(NamedTuple):
+class AcceptanceLength(NamedTuple):
     """An acceptance length with its 95 % interval by a bootstrap over prompts."""
 
     mean: float
@@ -52,10 +52,10 @@ class Length(NamedTuple):
 def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta]) -> Spoken:
     """Assembles an answer from a job's deltas, in order. prompt: its token ids. Raises AssertionError if no delta has a
     `finish`."""
-    tokens, rounds, rows, finish = list(prompt), list[Round](), 0, None
+    tokens, rounds, rows, finish = list(prompt), list[DraftRound](), 0, None
     for delta in deltas:
         if delta.proposed:
-            rounds.append(Round(len(tokens), delta.proposed, min(delta.accepted, len(delta.tokens))))
+            rounds.append(DraftRound(len(tokens), delta.proposed, min(delta.accepted, len(delta.tokens))))
         rows += len(tokens) > len(prompt) and bool(delta.tokens)
         tokens += delta.tokens
         finish = delta.finish or finish
@@ -63,7 +63,7 @@ def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta])
     return Spoken(id, domain, tuple(tokens), len(prompt), finish, tuple(rounds), rows)
 
 
-def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Length:
+def acceptance_length(answers: Sequence[Sequence[DraftRound]], seed: int = 0) -> AcceptanceLength:
     """1 + accepted / rounds over the rounds of the answers, in tokens; nan if there are no rounds.
 
     answers: the rounds of each prompt's answer. seed: seed of the interval's bootstrap.
@@ -72,9 +72,9 @@ def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Leng
     count = np.array([len(rounds) for rounds in answers], dtype=np.float64)
     total = int(count.sum())
     if not total:
-        return Length(float("nan"), float("nan"), float("nan"), 0, len(answers))
+        return AcceptanceLength(float("nan"), float("nan"), float("nan"), 0, len(answers))
     low, high = interval(accepted, count, seed)
-    return Length(1 + float(accepted.sum()) / total, 1 + low, 1 + high, total, len(answers))
+    return AcceptanceLength(1 + float(accepted.sum()) / total, 1 + low, 1 + high, total, len(answers))
 
 
 def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], see
     return float(low), float(high)
 
 
-def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
+def by_position(answers: Iterable[Sequence[DraftRound]], k: int) -> list[float]:
     """For each j from 1 to k: the share of the rounds with at least j draft tokens that accepted the first j.
 
     nan if no round proposed j draft tokens.
@@ -102,17 +102,17 @@ def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
     return [held / asked if asked else float("nan") for held, asked in zip(accepted, proposed, strict=True)]
 
 
-def perfect(answer: Spoken, k: int) -> list[Round]:
+def perfect(answer: Spoken, k: int) -> list[DraftRound]:
     """The rounds of a perfect drafter, which proposes exactly the target's tokens: k are accepted, fewer at the
     answer's end.
 
     If the answer ends at a length limit, the last round leaves room for the target's own token after its draft tokens.
     """
-    rounds: list[Round] = []
+    rounds: list[DraftRound] = []
     at = answer.prompt + 1
     while (left := len(answer.tokens) - at) > 0:
         drafts = min(k, left if answer.finish == "stop" else left - 1)
         if drafts:
-            rounds.append(Round(at, drafts, drafts))
+            rounds.append(DraftRound(at, drafts, drafts))
         at += drafts + 1
     return rounds

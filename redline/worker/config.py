@@ -1,34 +1,64 @@
 """The configuration of engines, workers and ranks. It does not import torch, so the supervisor process can use it."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
-from redline.messages.base import Record
+from redline.messages.base import Record, setting
 from redline.messages.news import Role
 from redline.policy.synthetic import rates_of
+from redline.scheduler.config import MOST_STEP_TOKENS
 from redline.transport.choice import TransportName
 
 SUFFIX = "suffix"  # the value that a user gives in place of a drafter's folder, for suffix matching
 
 
+MOST_DRAFTS = 15  # draft tokens of one row in a step; more never pay
+SYNTHETIC = (
+    "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
+    "share of rounds in which the first 1, 2, 3 drafts are all accepted; 2.88: the mean tokens per round. Answers are "
+    "not the model's, so the server listens on localhost only."
+)
+
+
 class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The options that all kinds of speculation share."""
 
-    tokens: int = 3  # draft tokens that a step verifies per row, at most 15; 0 disables drafting
-    adaptive: bool = True  # fewer draft tokens if they do not save time; false: always `tokens`
-    trace: str | None = None  # a file for a trace of acceptance; it contains users' text
-    # For benchmarks only, since the answers become meaningless: an acceptance length (mean tokens per verification) or
-    # acceptance rates, by which the number of accepted draft tokens is drawn (`tune.synthetic`).
-    synthetic_acceptance: float | tuple[float, ...] | None = None
+    tokens: Annotated[
+        int,
+        Meta(ge=0, le=MOST_DRAFTS),
+        setting("Draft tokens per step and request, 0 to 15 at most; fewer if they do not pay."),
+    ] = 3
+    adaptive: Annotated[bool, setting("draft fewer tokens if they do not save time; false: always `tokens`")] = True
+    trace: Annotated[
+        str | None,
+        setting(
+            "Write a trace of accepted draft tokens, for `redline draft mine`. Contains users' text.",
+            absent="nothing is written",
+            example="accepted.jsonl",
+        ),
+    ] = None
+    synthetic_acceptance: Annotated[
+        float | tuple[float, ...] | None,
+        setting(SYNTHETIC, absent="draft tokens are verified", example=(0.83, 0.6, 0.45)),
+    ] = None
 
 
 class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
     """Speculation by a drafter that was trained for the model."""
 
-    drafter: str  # the drafter's folder
-    suffix: bool = True  # suffix matches in the request's own text take precedence if they are long
-    head_bits: int = 16  # bits per weight of its head; 8 halves the largest part of a pass at lower precision
+    drafter: Annotated[
+        str, setting("learned only: folder of an EAGLE-3 drafter of this model", example="weights/kimi-k2.6-eagle3")
+    ]
+    suffix: Annotated[bool, setting("learned only: long matches of the text's own past take precedence")] = True
+    head_bits: Annotated[
+        int,
+        setting(
+            "Precision of the drafter's head: 8 halves the bytes of the largest part of a pass on a GPU; drafts are "
+            "rounded a little."
+        ),
+    ] = 16
 
 
 class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
@@ -44,30 +74,86 @@ def drafts_of(source: str) -> DraftConfig:
     return Suffix() if source == SUFFIX else Learned(drafter=source)
 
 
+Size = Annotated[int, Meta(ge=1, le=2**50)]  # bytes
+
+
 class EngineConfig(Record, frozen=True):
     """How an engine runs a checkpoint. Defaults that are None are derived from the machine; `redline doctor` prints
     them."""
 
-    # Bytes for KV pages. Default: a quarter of the free memory, at most 4 GiB; on GPUs that no other worker of the
-    # deployment uses, nine tenths, at most 2,097,152 tokens.
-    kv_memory: int | None = None
-    max_model_len: int | None = None  # most tokens of one job, prompt and answer; default: what fits in memory
-    max_running: int = 64  # most jobs in one step
-    admit_together: int = 1  # admit once this many slots are free: fewer prefill steps, later first tokens
-    # Most tokens computed in one step. Default: 512 on a CPU; 8192 on a GPU, or 2048 if memory is short.
-    step_tokens: int | None = None
-    step_ms: float | None = None  # limit, in ms, on the predicted time of a mixed prefill/decode step; default: none
-    kv_dtype: str = "bf16"  # number format of KV pages: bf16, fp8 (e4m3, half the bytes) or float32
-    device: str | None = None  # cpu or cuda; default: the GPU, if there is one
-    ranks: int = 1  # tensor parallel size: processes that share the model, each with its own GPU; 1, 2, 4 or 8
-    host_memory: int | None = None  # bytes of host memory for pages evicted from the prefix cache; default: none
-    disk: str | None = None  # a folder for pages evicted from the host memory tier; default: none
-    disk_size: int | None = None  # most bytes of all files in `disk`; required with it
-    speculation: Learned | Suffix | None = None  # speculative decoding; default: off
-    # For benchmarks only, since the answers are meaningless: `weights` contains only config.json and a tokenizer, all
-    # weights are random, and only this many layers are in memory, which all other layers share
-    # (`model.k2.random_weights`).
-    random_weights: int | None = None
+    kv_memory: Annotated[
+        Size | None,
+        setting(
+            "KV cache memory per GPU: 500MB, 2GB.",
+            absent="a quarter of the free memory, at most 4 GiB; nine tenths of a GPU that is not shared with other "
+            "workers, at most 2,097,152 tokens",
+            example="8GB",
+        ),
+    ] = None
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=1, le=2**31)] | None,
+        setting("Maximum tokens of a request, prompt and answer.", absent="whatever fits", example=65536),
+    ] = None
+    max_running: Annotated[int, Meta(ge=1, le=4096), setting("Maximum batch size.")] = 64
+    admit_together: Annotated[
+        int,
+        Meta(ge=1, le=4096),
+        setting("Admit waiting requests once N can start: more throughput, later first token."),
+    ] = 1
+    step_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=MOST_STEP_TOKENS)] | None,
+        setting("Maximum tokens per step.", absent="512; on a GPU 8192, or 2048 if memory is short", example=4096),
+    ] = None
+    step_ms: Annotated[
+        Annotated[float, Meta(ge=0.1, le=60_000)] | None,
+        setting("milliseconds that a step mixing prefill and decode may take", absent="no time limit", example=80),
+    ] = None
+    kv_dtype: Annotated[
+        str,
+        setting("Dtype of the KV cache: bf16, fp8 or float32. fp8 (e4m3): twice the tokens, 4 significant bits."),
+    ] = "bf16"
+    device: Annotated[str | None, setting("cpu or cuda.", absent="the GPU, if there is one", example="cpu")] = None
+    ranks: Annotated[
+        int,
+        Meta(ge=1, le=8),
+        setting("Tensor parallel size: GPUs of this host (1, 2, 4 or 8); on a CPU, processes."),
+    ] = 1
+    host_memory: Annotated[
+        Size | None,
+        setting(
+            "per worker: host memory for pages evicted from the prefix cache (KV offload)",
+            absent="no host tier, evicted pages are dropped; with disk 512 MiB",
+            example="32GB",
+        ),
+    ] = None
+    disk: Annotated[
+        str | None,
+        setting(
+            "KV offload to this folder, with one folder per worker in it; with disk_size",
+            absent="no disk tier",
+            example="pages",
+        ),
+    ] = None
+    disk_size: Annotated[
+        Annotated[int, Meta(ge=1, le=2**60)] | None,
+        setting("maximum size of each worker's files in `disk`", absent="no disk tier", example="500GB"),
+    ] = None
+    speculation: Annotated[
+        Learned | Suffix | None,
+        setting(
+            "Speculative decoding: the folder of an EAGLE-3 drafter for this model, or `suffix`, which repeats earlier "
+            "parts of the text. Same answers, less time.",
+            absent="no speculation",
+        ),
+    ] = None
+    random_weights: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | None,
+        setting(
+            "benchmarks only: this many layers of random weights, repeated to the model's depth",
+            absent="the weights of the folder",
+            example=5,
+        ),
+    ] = None
 
     @property
     def draft_tokens(self) -> int:

@@ -10,7 +10,7 @@ from redline.errors import RankLost
 from redline.messages.step import Drawn, StepResult
 
 
-class Account:
+class TokenDigest:
     """A running digest of the tokens that one rank's steps have sampled."""
 
     def __init__(self) -> None:
@@ -23,18 +23,18 @@ class Account:
         self.drawn = Drawn(last.steps + 1, hash((last.digest, *[row.tokens for row in result.rows])))
 
 
-class Comparison:
+class DigestComparison:
     """Compares a rank's own digests with those received from rank 0; either side may be some steps ahead."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._account = Account()
+        self._account = TokenDigest()
         self._compared = 0  # number of steps that have been compared
         self._mine: dict[int, tuple[int, int]] = {}  # later own digests by number of steps, with the last step's number
         self._told: dict[int, int] = {}  # later digests of rank 0, by number of steps
 
     def note(self, result: StepResult) -> None:
-        """As `Account.note`. Raises RankLost if rank 0 has sampled other tokens."""
+        """As `TokenDigest.note`. Raises RankLost if rank 0 has sampled other tokens."""
         self._account.note(result)
         drawn = self._account.drawn
         self._mine[drawn.steps] = drawn.digest, result.number

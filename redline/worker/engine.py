@@ -27,7 +27,7 @@ from redline.chat.vocabulary import grammar_tokens
 from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
+from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
@@ -36,17 +36,17 @@ from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
-from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
-from redline.model.k2.load import load, why_not
-from redline.model.k2.random_weights import check_in_memory, random_k2
+from redline.model.k2.load import why_not
+from redline.model.k2.random_weights import check_in_memory
+from redline.model.spec import spec_of
 from redline.model.vision.config import VisionConfig
 from redline.model.vision.load import load_tower, vision_config
 from redline.model.vision.tower import VisionTower
 from redline.policy.floor import StepFloor
 from redline.policy.forecast import StepForecast
-from redline.run.fit import Layout, Sizes, fit, in_steps
+from redline.run.fit import Layout, MemorySizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
@@ -63,7 +63,7 @@ from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
 from redline.worker.kv_transfer import KvTransferManager
 from redline.worker.loop import lead
-from redline.worker.profile import Profiles
+from redline.worker.profile import ProfileService
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
@@ -167,7 +167,7 @@ class EngineCore:
         device = device or pick_device(config.device)
         if config.ranks == 1:
             return cls(load_model(folder, config, device, ALONE, progress, aside, alone), config)
-        model = K2Config.from_folder(Path(folder))
+        model = spec_of(folder).loader.config(folder)
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
             ranks = Ranks(str(folder), config, device, model, lost, alone=alone, aside=aside)
@@ -267,7 +267,7 @@ class EngineCore:
         outbox = outbox if isinstance(outbox, DeltaRouter) else DeltaRouter(outbox)
         if self.features is not None:
             own.append(VisionService(self.features, self.runner, outbox))
-        profiles = Profiles(self.planner, self.runner, outbox, clock.monotonic_ns)
+        profiles = ProfileService(self.planner, self.runner, outbox, clock.monotonic_ns)
         try:
             with torch.inference_mode():
                 everything = [*own, *services, profiles]
@@ -315,7 +315,7 @@ class Engine:
         progress: called with (bytes read, bytes in total). Raises ConfigError or CheckpointError.
         """
         engine = EngineCore.load(folder, config or EngineConfig(), device=device, progress=progress)
-        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
+        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder), spec_of(folder).chat))
 
     def _serve(self) -> None:
         try:
@@ -432,8 +432,11 @@ def load_model(
     aside: bytes of the device to leave free for other uses. alone: as in `EngineCore.load`. It is a collective call: it
     returns on all ranks at the same time. Raises the same errors as `EngineCore.load`.
     """
-    checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
-    geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
+    loader = spec_of(folder).loader
+    checkpoint = loader.open(folder) if config.random_weights is None else None
+    geometry = loader.config(folder) if checkpoint is None else checkpoint.config
+    if (refusal := loader.refusal(geometry, device)) is not None:
+        raise ConfigError(f"{folder}: {refusal}")
     if config.random_weights is not None:
         check_in_memory(geometry, config.random_weights, "engine.random_weights")
     dtype = kv_dtype_of(config.kv_dtype)
@@ -455,10 +458,10 @@ def load_model(
     elif config.host_memory is not None or config.disk is not None:
         aside += staged_bytes(sizes_of(geometry, config, device, dtype, free, drafter).page_bytes)
     sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
-    sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
+    sizes = replace(sizes, step_tokens=all_reduce_min(group, sizes.step_tokens, device))
     # The group is open: its buffers are no longer in `free`, but `fit` counts them as needed, so they are added.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
-    pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
+    pages, length = (all_reduce_min(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     # The CPU kernels have threads of their own, and torch only runs small operations. With a GPU, torch's threads read
     # the checkpoint, as they do on the other ranks.
@@ -473,12 +476,12 @@ def load_model(
             if progress is not None:
                 progress(sizes.weight_bytes * layers // of, sizes.weight_bytes)
 
-        model = random_k2(geometry, config.random_weights, most, device, made, group)
+        model = loader.random(geometry, config.random_weights, most, device, made, group)
         fingerprint = f"random {config.random_weights} of {geometry}"
     else:
         if progress is not None:
             checkpoint.progress = _counted(progress, checkpoint.bytes)
-        model, fingerprint = load(checkpoint, device, group), checkpoint.fingerprint
+        model, fingerprint = loader.load(checkpoint, device, group), checkpoint.fingerprint
     tower = None
     if vision is not None and checkpoint is not None:
         tower = load_tower(checkpoint, vision, device)
@@ -486,7 +489,7 @@ def load_model(
     if drafter is not None:
         assert isinstance(speculation, Learned), "only `Learned` speculation names a drafter"
         drafter.prepare(model, speculation.head_bits)
-    meet(group, device, LOAD_S, START_S)
+    barrier(group, device, LOAD_S, START_S)
     return Loaded(
         model,
         layout,
@@ -640,9 +643,9 @@ def sizes_of(
     kv_dtype: torch.dtype,
     free: int,
     drafter: Eagle3 | None = None,
-) -> Sizes:
+) -> MemorySizes:
     """The figures that determine an engine's memory use (`run.fit`). free: bytes of memory that are free."""
-    sizes = Sizes(
+    sizes = MemorySizes(
         model,
         kv_dtype,
         step_tokens=config.step_tokens or min(STEP_TOKENS[device.type]),

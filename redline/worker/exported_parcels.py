@@ -10,23 +10,23 @@ import weakref
 
 import torch
 
-from redline.transport.base import Memory
-from redline.transport.peer import Chip, Exported
+from redline.transport.base import MemoryRange
+from redline.transport.peer import Exported, GpuDriver
 from redline.worker.parcel_memory import GpuParcels
 
 
 class ExportedParcels(GpuParcels):
     """As `GpuParcels`, in memory that is allocated by the driver."""
 
-    def __init__(self, device: torch.device, chip: Chip) -> None:
+    def __init__(self, device: torch.device, chip: GpuDriver) -> None:
         """chip: the driver of that GPU."""
         super().__init__(device)
         self._chip = chip
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """As `ParcelMemory.make`, zeroed. Raises RuntimeError if the GPU has no room or cannot export memory."""
         exported = self._chip.export(size)
-        memory = Memory(exported.address, size, self._chip.device, owner=exported)
+        memory = MemoryRange(exported.address, size, self._chip.device, owner=exported)
         weakref.finalize(memory, _free, exported).atexit = False  # at exit, the driver frees it
         return memory
 

@@ -15,7 +15,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_left_out, head_ranks
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
-from redline.policy.floor import Counted, StepFloor, StepWork
+from redline.policy.floor import StepContents, StepFloor, StepWork
 
 SIDE = 256  # rows and columns of the matrices that a CPU thread multiplies: they fit into its caches
 _log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def measure(work: StepWork, device: torch.device) -> StepFloor | None:
     kernels' number of threads, and also with one: if other processes use the cores, threads wait for one another. The
     product rate is measured with one thread and multiplied by their number.
     """
-    size = min(round(work.bytes(Counted(positions=1, heads=1))), WORKING_SET_BYTES)
+    size = min(round(work.bytes(StepContents(positions=1, heads=1))), WORKING_SET_BYTES)
     try:
         if device.type == "cuda":
             floor = StepFloor(work, read_rate(device, size, 1), product_rate(device, 1))

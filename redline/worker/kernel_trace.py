@@ -16,7 +16,7 @@ MOST_S = 2.0  # seconds of kernels that are recorded: a small model runs a hundr
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-class _Event(msgspec.Struct):
+class _KernelEvent(msgspec.Struct):
     ph: str
     cat: str = ""
     name: str = ""
@@ -30,8 +30,8 @@ class _Where(msgspec.Struct):
     grid: list[int] = []
 
 
-class _Trace(msgspec.Struct):
-    traceEvents: list[_Event] = []
+class _KernelTraceFile(msgspec.Struct):
+    traceEvents: list[_KernelEvent] = []
     baseTimeNanoseconds: int = 0
 
 
@@ -80,7 +80,7 @@ class KernelTrace:
             return path.read_bytes()
 
     def _read(self, data: bytes) -> None:
-        trace = msgspec.json.decode(data, type=_Trace)
+        trace = msgspec.json.decode(data, type=_KernelTraceFile)
         wall_to_monotonic = clock.monotonic_ns() - clock.now_ns()
         base = trace.baseTimeNanoseconds + wall_to_monotonic
         for event in trace.traceEvents:

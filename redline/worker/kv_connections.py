@@ -14,7 +14,7 @@ from redline.worker.kv_prompts import KvPath
 from redline.worker.transfer_paths import connect
 
 
-class Connection(NamedTuple):
+class KvConnection(NamedTuple):
     """A connection to one start of another worker."""
 
     peer: Peer | None  # None: not connected for reads
@@ -29,16 +29,16 @@ class KvConnections:
         """ways: by their names, best first."""
         self.outbox_of = outbox_of
         self._ways = ways
-        self._open: dict[tuple[str, int], Connection] = {}  # by name and epoch of the worker
+        self._open: dict[tuple[str, int], KvConnection] = {}  # by name and epoch of the worker
         self._failed: list[Peer] = []  # to be closed once no read uses them
 
-    def to(self, other: PagesFrom, *, reads: bool) -> Connection:
+    def to(self, other: PagesFrom, *, reads: bool) -> KvConnection:
         """The connection to another worker, opened if needed. Raises TransferFailed if its area cannot be reached, or
         ConfigError."""
         of = (other.worker, other.epoch)
         known = self._open.get(of)
         if known is None:
-            known = self._open[of] = Connection(None, self.outbox_of(other.inbox))
+            known = self._open[of] = KvConnection(None, self.outbox_of(other.inbox))
         if reads and known.peer is None:
             way, peer = connect(tuple(self._ways.values()), other.area, other.worker)
             known = self._open[of] = known._replace(peer=peer, way=way.name)

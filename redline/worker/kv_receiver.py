@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 from redline import clock
 from redline.messages.handoff import ChunkReady
 from redline.run.kv_chunks import KvChunkLayout
-from redline.transport.base import Peer, Reading, TransferFailed, Transport
+from redline.transport.base import Peer, RemoteRead, TransferFailed, Transport
 from redline.transport.ledger import KvChunk, TransferBufferPool
 from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
@@ -27,7 +27,7 @@ Of = TypeVar("Of")  # the owner of a chunk
 Work = Literal["read", "place"]
 
 
-class Budget:
+class ReceiveBudget:
     """Time budget of the loop's thread for KV chunks. share: share of the time between two iterations, while steps
     run."""
 
@@ -93,7 +93,7 @@ class Arrival(Generic[Of]):
     offer: ChunkReady
     space: KvChunk
     peer: Peer
-    reading: Reading
+    reading: RemoteRead
     summed: Summed | None = None  # its checksum; None: the read is not complete
 
 
@@ -105,7 +105,7 @@ class KvReceiver(Generic[Of]):
         parcels: KvChunkLayout,
         transport: Transport,
         memory: ParcelMemory,
-        budget: Budget,
+        budget: ReceiveBudget,
         clock: Callable[[], float],
     ) -> None:
         """Raises ConfigError if the transport cannot write to this process's memory."""

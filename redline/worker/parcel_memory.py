@@ -21,7 +21,7 @@ from redline.kernels.cpu import checksum
 from redline.messages.handoff import Piece
 from redline.ops.checksum import number
 from redline.run.kv_chunks import PARCEL_BYTES, KvChunkLayout
-from redline.transport.base import Memory
+from redline.transport.base import MemoryRange
 from redline.transport.memory import host_memory
 from redline.worker.config import AREA_BYTES
 
@@ -38,7 +38,7 @@ class Summed(NamedTuple):
     number: Callable[[], int]  # the checksum in [0, 2^64); call it once `ended` returns True
 
 
-class Sizes(NamedTuple):
+class BufferSizes(NamedTuple):
     """Sizes of a transport's chunks and buffers, in bytes."""
 
     parcel: int  # most bytes of a chunk
@@ -49,18 +49,18 @@ class Sizes(NamedTuple):
 class ParcelMemory(Protocol):
     """One kind of memory. Only the loop's thread may use it."""
 
-    sizes: Sizes
+    sizes: BufferSizes
     fill_s: float
     """Most seconds to wait for chunks that are being filled: the next loop iteration may come after a whole prefill
     chunk."""
     patience_s: float
     """Most seconds to wait for chunks that are being received: the next loop iteration comes after a decode step."""
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """Allocates memory for a receive buffer."""
         ...
 
-    def tensor(self, memory: Memory) -> Tensor:
+    def tensor(self, memory: MemoryRange) -> Tensor:
         """A uint8 [size] tensor over memory of this kind. The memory has to outlive the tensor."""
         ...
 
@@ -82,14 +82,14 @@ class ParcelMemory(Protocol):
 class HostParcels:
     """Host memory, for pages on any device."""
 
-    sizes = Sizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
+    sizes = BufferSizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
     fill_s = patience_s = 0.0
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """As `ParcelMemory.make`."""
         return host_memory(size)
 
-    def tensor(self, memory: Memory) -> Tensor:
+    def tensor(self, memory: MemoryRange) -> Tensor:
         """As `ParcelMemory.tensor`."""
         held = (ctypes.c_char * memory.size).from_address(memory.address)
         return torch.frombuffer(memoryview(held), dtype=torch.uint8)
@@ -120,7 +120,7 @@ class GpuParcels:
 
     # The host's time per chunk does not depend on its size, and a prefill chunk of 2,048 tokens has 144 MB at Kimi's
     # sizes. Gathered, verified and placed on H100s: 4 MiB at 8 GB/s, 16 MiB at 23, 64 MiB at 84 (pools-deep-h100.json).
-    sizes = Sizes(parcel=32 << 20, area=256 << 20, landing=256 << 20)
+    sizes = BufferSizes(parcel=32 << 20, area=256 << 20, landing=256 << 20)
     fill_s = 0.01  # thread blocks of the gather are scheduled between those of the running step
     patience_s = 0.002  # 32 MiB arrive in 0.1 ms
 
@@ -131,12 +131,12 @@ class GpuParcels:
         self.sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self._device), 1 << 63).number()
         torch.cuda.synchronize(self._device)
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """As `ParcelMemory.make`."""
         made = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return Memory(made.data_ptr(), size, self._device.index, owner=made)
+        return MemoryRange(made.data_ptr(), size, self._device.index, owner=made)
 
-    def tensor(self, memory: Memory) -> Tensor:
+    def tensor(self, memory: MemoryRange) -> Tensor:
         """As `ParcelMemory.tensor`."""
         return torch.as_tensor(_Array(memory), device=self._device)
 
@@ -181,13 +181,13 @@ class PinnedParcels(GpuParcels):
     """
 
     # The host's time per chunk does not depend on its size, as with GPU memory.
-    sizes = Sizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
+    sizes = BufferSizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """As `ParcelMemory.make`."""
         return host_memory(size)
 
-    def tensor(self, memory: Memory) -> Tensor:
+    def tensor(self, memory: MemoryRange) -> Tensor:
         """As `ParcelMemory.tensor`. Raises ConfigError if the driver cannot pin the memory."""
         memory_B = HostParcels().tensor(memory)
         try:
@@ -253,7 +253,7 @@ def stage(parcel_B: Tensor, device: torch.device, stream: torch.cuda.Stream) -> 
 class _Array:
     """GPU memory in the form that torch can wrap (`__cuda_array_interface__`)."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemoryRange) -> None:
         self._memory = memory  # torch keeps a reference to this object while the tensor exists
         self.__cuda_array_interface__ = {
             "shape": (memory.size,),

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from redline.messages.delta import Delta
 from redline.messages.step import CapturedShapes, Step, StepResult
-from redline.run.runner import Pending
+from redline.run.pending import Pending
 
 
 class Plans(Protocol):

@@ -15,7 +15,8 @@ from redline.messages.delta import Delta
 from redline.messages.profile import Profile, Profiled, Span, packed
 from redline.messages.step import CapturedShapes, Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending, Runner, nobody
+from redline.run.pending import Pending
+from redline.run.runner import Runner, nobody
 from redline.worker.kernel_trace import KernelTrace
 from redline.worker.ports import Plans, StepLauncher
 from redline.worker.service import Service
@@ -24,7 +25,7 @@ PIECE = 2000  # spans per message: packing them takes half a millisecond of the 
 _NS = 1_000_000_000
 
 
-class Spans:
+class SpanBuffer:
     """A bounded list of spans. `left_out`: number of spans that were dropped."""
 
     def __init__(self, most: int) -> None:
@@ -53,7 +54,7 @@ class Spans:
         return taken
 
 
-class Profiling:
+class ProfileRecording:
     """One profile, from its request to its last message. Until it ends, the loop uses its `planner` and `runner`."""
 
     def __init__(
@@ -67,7 +68,7 @@ class Profiling:
         """clock: the host's monotonic clock, in nanoseconds. Like all methods, called in the loop's thread."""
         self._asked, self._outbox, self._clock = asked, outbox, clock
         self._until = clock() + round(asked.seconds * _NS)
-        self._spans = Spans(asked.most)
+        self._spans = SpanBuffer(asked.most)
         self._real = runner
         self._notes: list[str] = []
         self._ops: OpTimes | None = None
@@ -138,19 +139,19 @@ class Profiling:
                 self._spans.add("kernels", op.name, op.began_ns, op.ended_ns)
 
 
-class Profiles(Service):
+class ProfileService(Service):
     """Records profiles on request, one at a time: a new request ends the one before."""
 
     def __init__(self, planner: Plans, runner: StepLauncher, outbox: Outbox, clock: Callable[[], int]) -> None:
-        """clock: as in `Profiling`."""
+        """clock: as in `ProfileRecording`."""
         self._planner, self._runner, self._outbox, self._clock = planner, runner, outbox, clock
-        self._current: Profiling | None = None
+        self._current: ProfileRecording | None = None
 
     def hear(self, message: Wire) -> list[Delta] | None:
         if not isinstance(message, Profile):
             return None
         self.stop()
-        self._current = Profiling(message, self._planner, self._runner, self._outbox, self._clock)
+        self._current = ProfileRecording(message, self._planner, self._runner, self._outbox, self._clock)
         return []
 
     def due_in(self) -> float | None:
@@ -171,7 +172,7 @@ class Profiles(Service):
 class _Parts:
     """Records the parts of steps, each from its beginning to the beginning of the next one."""
 
-    def __init__(self, spans: Spans, clock: Callable[[], int]) -> None:
+    def __init__(self, spans: SpanBuffer, clock: Callable[[], int]) -> None:
         self._spans, self._clock = spans, clock
         self._name, self._began = "", 0
 
@@ -183,7 +184,7 @@ class _Parts:
 
 
 class _WatchedPlanner:
-    def __init__(self, planner: Plans, spans: Spans, clock: Callable[[], int]) -> None:
+    def __init__(self, planner: Plans, spans: SpanBuffer, clock: Callable[[], int]) -> None:
         self._planner, self._spans, self._clock = planner, spans, clock
 
     @property
@@ -209,7 +210,7 @@ class _WatchedPlanner:
 
 class _WatchedRunner:
     def __init__(
-        self, runner: StepLauncher, spans: Spans, clock: Callable[[], int], step_ended: Callable[[], object]
+        self, runner: StepLauncher, spans: SpanBuffer, clock: Callable[[], int], step_ended: Callable[[], object]
     ) -> None:
         self._runner, self._spans, self._clock, self._step_ended = runner, spans, clock, step_ended
         self._last_ended = 0

@@ -24,10 +24,11 @@ from redline.messages.media import ImageData
 from redline.messages.news import Stop
 from redline.messages.ranks import Export, Grow, Scatter
 from redline.messages.step import Compile, Forget, Hurry, Place, RecordMore, Step
-from redline.model.k2.config import K2Config
-from redline.run.runner import Pending, Runner
+from redline.model.spec import spec_of
+from redline.run.pending import Pending
+from redline.run.runner import Runner
 from redline.worker.config import RankConfig
-from redline.worker.drawn import Comparison
+from redline.worker.drawn import DigestComparison
 from redline.worker.engine import load_model, make_runner, pick_device
 from redline.worker.rank_memory import FollowedMemory
 from redline.worker.ranks import BEAT_S, device_of, open_group
@@ -63,19 +64,19 @@ def _follow(config: RankConfig) -> None:
     device = device_of(config.rank, pick_device(engine.device))
     if device.type == "cpu":
         native.share_processors(engine.ranks)
-    model = K2Config.from_folder(Path(config.weights))
+    model = spec_of(config.weights).loader.config(config.weights)
     group = open_group(Path(config.folder), config.rank, engine.ranks, device, model)
     loaded = load_model(config.weights, engine, device, group, aside=config.aside, alone=config.alone)
     inbox = SocketInbox(config.inbox)
     with torch.inference_mode():
         runner = make_runner(Runner, loaded, engine)
-        _obey(runner, inbox, Comparison(config.rank), FollowedMemory(config.memory, config.rank, runner.kv))
+        _obey(runner, inbox, DigestComparison(config.rank), FollowedMemory(config.memory, config.rank, runner.kv))
     runner.close()
     inbox.close()
     group.close()
 
 
-def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: FollowedMemory) -> None:
+def _obey(runner: Runner, inbox: SocketInbox, comparison: DigestComparison, memory: FollowedMemory) -> None:
     """Runs commands until a Stop. With an asynchronous device, a step is waited for after the next one is launched, as
     on rank 0.
 

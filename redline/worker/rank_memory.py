@@ -25,8 +25,8 @@ from redline.messages.job import PageId
 from redline.messages.ranks import Export, Grow, Scatter
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout, of_its_pages
-from redline.transport.base import Memory
-from redline.transport.peer import HANG_S, LOOK_S, Chip
+from redline.transport.base import MemoryRange
+from redline.transport.peer import HANG_S, LOOK_S, GpuDriver
 from redline.worker.parcel_memory import STAGED_BYTES, pin, stage
 
 _APART = 8  # distance between the counters of two ranks, in words of 8 bytes: each rank writes its own cache line
@@ -45,10 +45,10 @@ class RankMemory:
         self._bytes = _ROOM
         os.ftruncate(self.file, _ROOM)
         self._counts = _counts(self.file)
-        self._parts: list[tuple[int, Memory]] = []
-        self._exported: list[Memory] = []
+        self._parts: list[tuple[int, MemoryRange]] = []
+        self._exported: list[MemoryRange] = []
 
-    def export(self, chip: Chip, size: int) -> tuple[Memory, Export]:
+    def export(self, chip: GpuDriver, size: int) -> tuple[MemoryRange, Export]:
         """Allocates `size` zeroed bytes on rank 0's GPU. -> the memory, and the command that announces it to the other
         ranks. Raises ConfigError if there is no room."""
         try:
@@ -58,11 +58,11 @@ class RankMemory:
                 f"engine.ranks: rank 0's GPU has no room for {human(size)} of shared memory for received pages "
                 f"({error}); lower engine.kv_memory"
             ) from error
-        memory = Memory(exported.address, size, chip.device, owner=exported)
+        memory = MemoryRange(exported.address, size, chip.device, owner=exported)
         self._exported.append(memory)
         return memory, Export(handle=exported.handle, size=size)
 
-    def grow(self, size: int) -> tuple[Memory, Grow]:
+    def grow(self, size: int) -> tuple[MemoryRange, Grow]:
         """Adds `size` zeroed bytes to the shared host memory. -> the memory, and the command that announces it to the
         other ranks. Raises ConfigError if there is no room."""
         first, whole = self._bytes, -(-size // _ROOM) * _ROOM
@@ -77,7 +77,7 @@ class RankMemory:
                 f"engine.ranks: cannot allocate {human(size)} of memory shared by the ranks ({error.strerror})"
             ) from error
         held = (ctypes.c_char * size).from_buffer(mapped)
-        memory = Memory(ctypes.addressof(held), size, owner=held)
+        memory = MemoryRange(ctypes.addressof(held), size, owner=held)
         self._parts.append((first, memory))
         self._bytes += whole
         return memory, Grow(bytes=self._bytes)
@@ -113,7 +113,7 @@ class RankMemory:
             os.close(self.file)
 
 
-def peer_gpu(device: torch.device) -> Chip:
+def peer_gpu(device: torch.device) -> GpuDriver:
     """This process's GPU."""
     from redline.kernels.hopper.peers import PeerGpu
 
@@ -123,12 +123,14 @@ def peer_gpu(device: torch.device) -> Chip:
 class FollowedMemory:
     """The side of the other ranks: copies KV chunks into the rank's own pages."""
 
-    def __init__(self, file: int, rank: int, kv: KvPool, chip_of: Callable[[torch.device], Chip] = peer_gpu) -> None:
+    def __init__(
+        self, file: int, rank: int, kv: KvPool, chip_of: Callable[[torch.device], GpuDriver] = peer_gpu
+    ) -> None:
         """file: inherited from rank 0. chip_of: opens this rank's GPU; called when rank 0 exports GPU memory."""
         self._file, self._rank = file, rank
         self._chip_of = chip_of
-        self._chip: Chip | None = None
-        self._exported: list[Memory] = []  # rank 0's memory at the addresses where this rank's GPU has mapped it
+        self._chip: GpuDriver | None = None
+        self._exported: list[MemoryRange] = []  # rank 0's memory at the addresses where this rank's GPU has mapped it
         self._counts = _counts(file)
         self._parcels = KvChunkLayout(kv)
         self._device = kv.planes.device
@@ -155,7 +157,7 @@ class FollowedMemory:
         """Maps memory of rank 0's GPU. Raises RuntimeError if that fails."""
         if self._chip is None:
             self._chip = self._chip_of(self._device)
-        self._exported.append(Memory(self._chip.map(told.handle), told.size))
+        self._exported.append(MemoryRange(self._chip.map(told.handle), told.size))
 
     def scatter(self, told: Scatter) -> None:
         """Copies a chunk into pages, before all steps that are launched from now on. When it returns, the chunk's bytes

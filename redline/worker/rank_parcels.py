@@ -13,9 +13,9 @@ from redline.messages.handoff import Piece
 from redline.messages.job import PAGE_TOKENS, PageId
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
-from redline.transport.base import Memory
-from redline.transport.peer import Chip
-from redline.worker.parcel_memory import Ended, HostParcels, ParcelMemory, Sizes, Summed, pin
+from redline.transport.base import MemoryRange
+from redline.transport.peer import GpuDriver
+from redline.worker.parcel_memory import BufferSizes, Ended, HostParcels, ParcelMemory, Summed, pin
 from redline.worker.ranks import Ranks
 
 
@@ -25,21 +25,21 @@ class RankParcels:
     Chunks are sent by rank 0 alone, since pages are replicated on every rank.
     """
 
-    def __init__(self, ranks: Ranks, own: ParcelMemory, chip: Chip | None = None) -> None:
+    def __init__(self, ranks: Ranks, own: ParcelMemory, chip: GpuDriver | None = None) -> None:
         """own: handles rank 0's own pages. chip: the GPU that allocates the shared memory; None: host memory."""
         self._ranks, self._own, self._chip = ranks, own, chip
         self.fill_s, self.patience_s = own.fill_s, own.patience_s
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> BufferSizes:
         """As `ParcelMemory.sizes`."""
         return self._own.sizes
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         """As `ParcelMemory.make`."""
         return self._ranks.share(size) if self._chip is None else self._ranks.export(self._chip, size)
 
-    def tensor(self, memory: Memory) -> Tensor:
+    def tensor(self, memory: MemoryRange) -> Tensor:
         """As `ParcelMemory.tensor`."""
         return self._own.tensor(memory)
 

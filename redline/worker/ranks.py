@@ -30,9 +30,9 @@ from torch import Tensor
 from redline import clock
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import Group
-from redline.kernels.hopper.group import GpuGroup
+from redline.kernels.hopper.collectives.gpu_group import GpuGroup
 from redline.messages.channel import SocketOutbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.handoff import Piece
@@ -44,11 +44,12 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending, Runner
-from redline.transport.base import Memory
-from redline.transport.peer import Chip
+from redline.run.pending import Pending
+from redline.run.runner import Runner
+from redline.transport.base import MemoryRange
+from redline.transport.peer import GpuDriver
 from redline.worker.config import EngineConfig, RankConfig
-from redline.worker.drawn import Account
+from redline.worker.drawn import TokenDigest
 from redline.worker.parcel_memory import Ended
 from redline.worker.rank_memory import RankMemory
 
@@ -151,7 +152,7 @@ class Ranks:
             self.device = device_of(0, device)
             self.group = open_group(folder, 0, ranks, self.device, config)
             if self.reason is not None:
-                self.group.lose(self.reason)  # a rank went down before the group existed
+                self.group.abort(self.reason)  # a rank went down before the group existed
             watcher = threading.Thread(target=self._listen, name="beats", daemon=True)
             watcher.start()
             self._watching.append(watcher)
@@ -231,7 +232,7 @@ class Ranks:
             shutil.rmtree(self._folder.name, ignore_errors=True)  # `_lost` ends the process without any cleanup
             self._lost(reason)
         elif (group := vars(self).get("group")) is not None:
-            group.lose(reason)
+            group.abort(reason)
 
     def tell(self, command: Wire) -> None:
         """Sends a command to all other ranks. Any thread may call this."""
@@ -239,14 +240,14 @@ class Ranks:
             for outbox in self._outboxes:
                 outbox.put(command)
 
-    def share(self, size: int) -> Memory:
+    def share(self, size: int) -> MemoryRange:
         """Allocates `size` zeroed bytes of host memory that every rank can read. Raises ConfigError if there is no
         room."""
         memory, grown = self.memory.grow(size)
         self.tell(grown)
         return memory
 
-    def export(self, chip: Chip, size: int) -> Memory:
+    def export(self, chip: GpuDriver, size: int) -> MemoryRange:
         """Allocates `size` zeroed bytes on this rank's GPU that every other rank maps. Raises ConfigError if there is
         no room."""
         memory, exported = self.memory.export(chip, size)
@@ -308,14 +309,14 @@ def _memory_folder(device: torch.device) -> str | None:
 class Awaited:
     """A step in flight that all ranks run. `wait` may be called only once."""
 
-    def __init__(self, number: int, pending: Pending, ranks: Ranks, account: Account) -> None:
+    def __init__(self, number: int, pending: Pending, ranks: Ranks, account: TokenDigest) -> None:
         self._number = number
         self._pending = pending
         self._ranks = ranks
         self._account = account
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """As `Launched.watch`."""
+        """As `LaunchedStep.watch`."""
         self._ranks.waits = self._number
         try:
             self._pending.watch(meanwhile)
@@ -323,7 +324,7 @@ class Awaited:
             self._ranks.waits = None
 
     def wait(self) -> StepResult:
-        """As `Launched.wait`."""
+        """As `LaunchedStep.wait`."""
         self._ranks.waits = self._number
         try:
             result = self._pending.wait()
@@ -342,7 +343,7 @@ class LeadingRunner(Runner):
     def __init__(self, ranks: Ranks, *given: Any, **options: Any) -> None:
         """given, options: the arguments of Runner."""
         self._ranks = ranks
-        self._account = Account()
+        self._account = TokenDigest()
         # Grammars that were sent to the other ranks for compilation, numbered in that order.
         self._numbers: weakref.WeakKeyDictionary[Future[LLMatcher], int] = weakref.WeakKeyDictionary()
         self._told = 0  # the last number

@@ -18,8 +18,9 @@ from redline.messages.delta import Brought
 from redline.messages.job import PAGE_TOKENS, JobId, PageHash
 from redline.messages.news import Load, TierLoad
 from redline.messages.step import Step
-from redline.policy.tiers import Choice, PrefillTimes, ReadTimes, choose
-from redline.run.tiers.store import Found, Reading, Saved, Store, Tier
+from redline.policy.tiers import FetchChoice, PrefillTimes, ReadTimes, choose
+from redline.run.tiers.store import Saved, Store
+from redline.run.tiers.tables import Found, Tier, TierRead
 from redline.scheduler.kv_tier import Fetch, Lack, PageFlags
 from redline.scheduler.planner import Planner
 from redline.scheduler.prefix import Forgotten
@@ -42,8 +43,8 @@ class _Coming:
     """A read of pages in progress."""
 
     fetch: Fetch
-    reading: Reading
-    choice: Choice
+    reading: TierRead
+    choice: FetchChoice
     began: float  # start time in seconds, before pages were evicted to make room
     ahead_s: float  # predicted wait for earlier reads, in seconds
     saved: int  # number of pages that were saved to make room
@@ -54,7 +55,7 @@ class _Coming:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _WaitingJob:
     """A job that waits for pages."""
 
     since: float  # since when no earlier job waits
@@ -92,7 +93,7 @@ class Tiers(Service):
         self.store = store
         self.prefills = PrefillTimes(*experts)
         self._planner, self._clock, self._step_tokens = planner, clock, step_tokens
-        self._jobs: dict[JobId, _Waiting] = {}  # in order of arrival
+        self._jobs: dict[JobId, _WaitingJob] = {}  # in order of arrival
         self._coming: list[_Coming] = []
         self._tallies = {tier: _Tally() for tier in TIERS}
         self._of_prefills = _Tally()
@@ -127,7 +128,7 @@ class Tiers(Service):
         """As `KvTier.awaits`."""
         if not self._choose(lack).pages:
             return False
-        self._jobs[id] = _Waiting(self._clock())
+        self._jobs[id] = _WaitingJob(self._clock())
         return True
 
     def took(self, step: Step, seconds: float) -> None:
@@ -201,13 +202,13 @@ class Tiers(Service):
             assert waiting.coming is None or id in waiting.coming.jobs, f"job {id} is not among its read's jobs"
             assert waiting.coming is None or waiting.coming in self._coming, f"job {id} waits for a read that has ended"
 
-    def _choose(self, lack: Lack) -> Choice:
+    def _choose(self, lack: Lack) -> FetchChoice:
         """Chooses how many of a prompt's missing pages to read."""
         if not lack.hashes:
-            return Choice(0)
+            return FetchChoice(0)
         found = self.store.find(lack.hashes, exact=lack.exact, drafted=lack.drafted)
         if not found:
-            return Choice(0)
+            return FetchChoice(0)
         pages = _by_tier(found)
         begin_s, *page_s = self.readings[self.store.busy].predict(pages)
         by_tier = dict(zip(TIERS, page_s, strict=True))
@@ -226,7 +227,7 @@ class Tiers(Service):
         now = self._clock()
         return sum(max(0.0, one.choice.fetch_s - (now - one.began)) for one in self._coming)
 
-    def _move(self, id: JobId, waiting: _Waiting, now: float) -> None:
+    def _move(self, id: JobId, waiting: _WaitingJob, now: float) -> None:
         """Begins to read for a job, lets it wait for another job's read, or queues it."""
         lack = self._planner.transfers.lack(id)
         if lack is None:  # it was aborted

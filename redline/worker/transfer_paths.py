@@ -17,10 +17,10 @@ from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer, TransferFailed, Transport
 from redline.transport.choice import TransportName, open_transport
-from redline.transport.peer import Chip, PeerTransport
+from redline.transport.peer import GpuDriver, PeerTransport
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.kv_receiver import Budget, KvReceiver
+from redline.worker.kv_receiver import KvReceiver, ReceiveBudget
 from redline.worker.kv_sender import KvSender
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
@@ -37,7 +37,7 @@ class Carrier(NamedTuple):
     transport: Transport
     memory: ParcelMemory
     share: float | None = None  # share of the steps' time for receiving chunks; None: the device's default
-    chip: Chip | None = None  # the GPU that has the memory; None: host memory
+    chip: GpuDriver | None = None  # the GPU that has the memory; None: host memory
 
 
 class TransferPath(Generic[Out, In]):
@@ -52,7 +52,7 @@ class TransferPath(Generic[Out, In]):
         sizes = carrier.memory.sizes
         size = sizes.area if area_bytes is None else area_bytes
         self.parcels = KvChunkLayout(kv, min(sizes.parcel, (size or sizes.area) // 4))
-        budget = Budget(share if carrier.share is None else carrier.share, clock)
+        budget = ReceiveBudget(share if carrier.share is None else carrier.share, clock)
         self.arrivals: KvReceiver[In] = KvReceiver(self.parcels, self.transport, carrier.memory, budget, clock)
         self.departures: KvSender[Out] | None = None
         if size:

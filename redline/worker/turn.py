@@ -14,7 +14,7 @@ from redline.kernels.hopper.faults import is_device_error
 from redline.messages.delta import Delta
 from redline.messages.step import RowResult, Step, StepResult
 from redline.run.layer_marks import Meanwhile
-from redline.run.runner import Pending
+from redline.run.pending import Pending
 from redline.worker.ports import Plans, StepLauncher
 
 MOST_FAILURES = 3  # number of consecutive failed steps after which the worker ends

@@ -4,7 +4,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.messages.codec import Wire, decode, encode
 from redline.messages.delta import Delta, Finish
 from redline.messages.handoff import WorkerDown
@@ -34,8 +34,8 @@ class FakeEngine:
         self, gateway: Gateway, max_model_len: int = 4096, name: str = "worker", role: Role = "both", epoch: int = 1
     ) -> WorkerHandle:
         """Join this gateway as a worker, and become ready at once."""
-        link = gateway.join(name, self, role, epoch)
-        self._deliver = functools.partial(gateway.deliver, link)
+        link = gateway.monitor.join(name, self, role, epoch)
+        self._deliver = functools.partial(deliver, gateway, link)
         self._deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
         return link
 
@@ -68,6 +68,12 @@ class FakeEngine:
                 return
             self._deliver(decode(encode(delta)))
             self.sent += 1
+
+
+def deliver(gateway: Gateway, worker: WorkerHandle, message: Wire) -> None:
+    """Pass one message of a worker to the gateway, whose books must then agree."""
+    gateway.monitor.receive(worker, [message])
+    gateway.requests.check()
 
 
 def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cached: int = 0, drafts: int = 0) -> Script:

@@ -354,7 +354,7 @@ async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_str
             with pytest.raises(APIStatusError):
                 async with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=9) as streaming:
                     await streaming.get_final_message()
-        world.gateway.lose(world.link, "gone")
+        world.gateway.monitor.mark_down(world.link, "gone")
         with pytest.raises(APIStatusError) as refused:
             await ask(world)
     assert refused.value.status_code == 529

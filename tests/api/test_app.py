@@ -14,7 +14,9 @@ from redline.api.app import create_app
 from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
 from redline.api.errors import answer_to, tell
-from redline.api.gateway import Gateway, Generation, JobFailed
+from redline.api.gateway.admission import Admission
+from redline.api.gateway.gateway import Gateway
+from redline.api.gateway.generation import Generation, JobFailed
 from redline.api.openai.sse import ChatStream
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
@@ -24,7 +26,7 @@ from redline.messages.delta import Delta, Fault
 from redline.messages.job import Job
 from redline.messages.news import Heartbeat, Load
 from redline.router import worker_registry
-from tests.api.fake_engine import FakeEngine
+from tests.api.fake_engine import FakeEngine, deliver
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
@@ -249,10 +251,10 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         return response.status_code, response.json().get("reason")
 
     async with world:
-        gateway.deliver(link, Heartbeat())
+        deliver(gateway, link, Heartbeat())
         for _ in range(24 * 3600):  # a day without a request
             now += 1
-            gateway.deliver(link, Heartbeat())
+            deliver(gateway, link, Heartbeat())
         assert await health() == (200, None)
         now += worker_registry.SILENT_S
         assert await health() == (200, None)
@@ -262,15 +264,15 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert (await world.http.get("/live")).json() == {"status": "live"}
-        gateway.deliver(link, Heartbeat(turn_s=worker_registry.STALLED_S))
+        deliver(gateway, link, Heartbeat(turn_s=worker_registry.STALLED_S))
         assert await health() == (200, None)
-        gateway.deliver(link, Heartbeat(turn_s=worker_registry.STALLED_S + 1))
+        deliver(gateway, link, Heartbeat(turn_s=worker_registry.STALLED_S + 1))
         assert await health() == (503, "a step has been running for 61 s")
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "the step may end at any moment"
-        gateway.deliver(link, Heartbeat())
+        deliver(gateway, link, Heartbeat())
         assert await health() == (200, None)
         now += 100
-        gateway.lose(link, "stopped")
+        gateway.monitor.mark_down(link, "stopped")
         engine.serve(gateway, epoch=2)  # a new start that has not sent a heartbeat yet
         assert await health() == (200, None)
     gateway.close()
@@ -296,7 +298,7 @@ async def test_what_the_engine_cannot_do_is_answered_by_whose_fault_it_is(
         response = await world.http.post(CHAT, json={**HELLO, "n": 3, "stream": stream})
         assert (response.status_code, error_of(response)["code"]) == (status, code)
         assert response.headers.get("retry-after") == ("1" if status == 503 else None)
-        assert not world.gateway._lanes
+        assert not [*world.gateway.requests]
 
 
 async def test_a_server_still_loading_says_so() -> None:
@@ -366,18 +368,21 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
     async with World(answer("abcd")) as world:
         await world.http.post(CHAT, json={**HELLO, "n": 2})
         await world.http.post(CHAT, json={**HELLO, "max_tokens": 2})
-        world.gateway.deliver(
-            world.link, load(steps=9, led=8, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640)
+        deliver(
+            world.gateway,
+            world.link,
+            load(steps=9, led=8, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640),
         )
-        world.gateway.deliver(
+        deliver(
+            world.gateway,
             world.link,
             load(
                 steps=10, led=8, replayed=4, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100
             ),
         )
-        world.gateway.lose(world.link, "gone")
+        world.gateway.monitor.mark_down(world.link, "gone")
         again = world.engine.serve(world.gateway, epoch=2)
-        world.gateway.deliver(again, load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))
+        deliver(world.gateway, again, load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))
         text = (await world.http.get("/metrics")).text
     prompt = len(world.engine.jobs[0].tokens)
     said = len(ids("</think>abcd<|im_end|>"))
@@ -421,10 +426,10 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
                 grammar_accepted_tokens=1,
             ),
         ):
-            world.gateway.deliver(world.link, news)
-        world.gateway.lose(world.link, "gone")
+            deliver(world.gateway, world.link, news)
+        world.gateway.monitor.mark_down(world.link, "gone")
         again = load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0))
-        world.gateway.deliver(world.engine.serve(world.gateway, epoch=2), again)
+        deliver(world.gateway, world.engine.serve(world.gateway, epoch=2), again)
         text = (await world.http.get("/metrics")).text
     for line in (
         "vllm:spec_decode_num_drafts_total{M} 15.0",
@@ -446,7 +451,7 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
 async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> None:
     channel = MemoryChannel()
     async with World(answer("abc")) as world:
-        follow = asyncio.create_task(world.gateway.follow(world.link, channel))
+        follow = asyncio.create_task(world.gateway.monitor.follow(world.link, channel))
         channel.put(load(steps=1, running=7))
         running = b'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 7.0'
         await eventually(lambda: running in world.metrics.expose())
@@ -484,12 +489,12 @@ async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_beh
     """A request that has begun is answered: readiness of the worker is not checked again before its answer."""
     begin = Gateway.begin
 
-    def silent(_: Gateway) -> None:
+    def silent(_: Admission) -> None:
         raise Overloaded("the worker has been silent for 5 s", reason="silent")
 
     async def begins(gateway: Gateway, ask: Ask) -> Generation:
         generation = await begin(gateway, ask)
-        monkeypatch.setattr(Gateway, "_engine", silent)
+        monkeypatch.setattr(Admission, "engine", silent)
         return generation
 
     monkeypatch.setattr(Gateway, "begin", begins)
@@ -498,8 +503,8 @@ async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_beh
         first = await world.http.post("/v1/chat/completions", json=body)
         assert first.json()["choices"][0]["message"]["content"] == "a"
         assert (await world.http.post("/v1/chat/completions", json=body)).status_code == 503
-        assert world.gateway._lanes == {}
-        assert world.gateway.waiting == (0, 0)
+        assert not [*world.gateway.requests]
+        assert (world.gateway.requests.waiting, world.gateway.requests.waiting_tokens) == (0, 0)
 
 
 async def test_tokens_are_counted_with_the_arguments_that_the_model_wrote() -> None:

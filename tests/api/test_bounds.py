@@ -217,7 +217,7 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
             with pytest.raises(RequestError):
                 await world.gateway.begin(ask)
         with await world.gateway.begin(text_ask("x" * 50)):  # the worker goes down
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
         world.engine.serve(world.gateway)
         with await world.gateway.begin(text_ask("x" * 50)) as heard:
             world.engine.gate.set()
@@ -233,7 +233,7 @@ async def test_a_worker_that_is_lost_between_the_jobs_of_a_request_is_sent_no_mo
 
         def put_and_lose(message: Any) -> None:
             put(message)
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
 
         world.engine.put = put_and_lose  # type: ignore[method-assign]
         with await world.gateway.begin(text_ask("x" * 5000, n=3)) as generation, pytest.raises(WorkerLost):
@@ -342,7 +342,7 @@ async def test_who_has_left_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Tokenizer, "encode_with_specials", slowly)
     async with World(script, max_model_len=1 << 20) as world:
         visitors = [Visitor(world, b'{"prompt":"%b"}' % (b"x" * size)) for size in (5001, 5002, 5003, 5004)]
-        queue = world.gateway._threads._work_queue
+        queue = world.gateway.encoder.threads._work_queue
         await eventually(lambda: len(begun) == 2 and queue.qsize() == 2)  # two threads are busy, the other two wait
         visitors[2].leave()
         async with asyncio.timeout(SOON_S):
@@ -373,7 +373,7 @@ async def test_who_leaves_while_encoded_is_encoded_no_further(monkeypatch: pytes
         async with asyncio.timeout(SOON_S):
             await visitor.task
         gate.set()
-        await world.gateway.in_thread(MIB, lambda: None)
+        await world.gateway.encoder.in_thread(MIB, lambda: None)
         assert (await world.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
     assert len(pieces) == 2  # the second belongs to the other request
     assert len(world.engine.jobs) == 1
@@ -410,10 +410,10 @@ async def test_a_server_that_stops_ends_the_requests_of_those_who_leave_too() ->
 async def test_a_large_answer_is_written_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str
 ) -> None:
-    import redline.api.app as app
+    import redline.api.handlers as handlers
     import redline.api.openai.dialects as dialects
 
-    owner: Any = app if path in ("/tokenize", "/detokenize") else dialects
+    owner: Any = handlers if path in ("/tokenize", "/detokenize") else dialects
     *owners, last = name.split(".")
     for one in owners:
         owner = getattr(owner, one)
@@ -447,7 +447,7 @@ async def test_a_large_answer_leaves_in_parts() -> None:
 async def test_an_answer_of_whole_parts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     body = b'{"tokens":[65,66]}'
     async with World(answer("a")) as world:
-        monkeypatch.setattr("redline.api.app.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
+        monkeypatch.setattr("redline.api.handlers.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
         visitor = Visitor(world, body, "/detokenize")
         await visitor.task
     assert [part["more_body"] for part in visitor.sent[1:]] == [True, True, False]

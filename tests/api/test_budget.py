@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from redline.api.config import Limits
-from redline.api.http.budget import Connections, Counted
-from redline.api.http.listen import PAUSE_S, Listener
+from redline.api.http.budget import ClosableConnection, Connections
+from redline.api.http.listen import PAUSE_S, SocketListener
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
@@ -36,7 +36,7 @@ class Watched(Connections):
 
     come = 0
 
-    def enter(self, connection: Counted) -> bool:
+    def enter(self, connection: ClosableConnection) -> bool:
         self.come += 1
         return super().enter(connection)
 
@@ -165,7 +165,7 @@ async def test_a_listener_without_descriptors_pauses_and_goes_on(
     with Full() as at:
         at.bind(("127.0.0.1", 0))
         at.listen()
-        listener = Listener(at, taken.append)
+        listener = SocketListener(at, taken.append)
         with Client(at.getsockname()[1]):
             with caplog.at_level(logging.ERROR):
                 listener.open()

@@ -13,7 +13,7 @@ from redline.api.config import Limits
 from redline.messages.delta import Delta
 from redline.messages.job import Job
 from redline.messages.news import Failed
-from tests.api.fake_engine import say
+from tests.api.fake_engine import deliver, say
 from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.waiting import eventually
 
@@ -388,7 +388,7 @@ async def test_a_lost_worker_ends_whole_answers_with_503_and_streams_with_an_err
         waiting = asyncio.create_task(ask_on(client))
         unopened = asyncio.create_task(ask_on(client, stream=True))
         await eventually(lambda: len(world.engine.jobs) == 3)
-        world.gateway.deliver(world.link, Failed(reason="out of memory at 0x1"))
+        deliver(world.gateway, world.link, Failed(reason="out of memory at 0x1"))
         with pytest.raises(APIError, match="went down") as broken:
             seen += [chunk async for chunk in stream]
         assert broken.value.code == "worker_lost"

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline.api.config import Limits
 from redline.api.http.budget import Connections
-from redline.api.http.server import LINGER_S, Connection, Server
+from redline.api.http.server import LINGER_S, HttpConnection, Server
 from redline.api.http.turns import READS, REQUEST
 from redline.limits import open_files
 from redline.messages.delta import Delta
@@ -70,7 +70,7 @@ async def serving(app: Any, limits: Limits) -> AsyncIterator[tuple[int, "Serving
             await task
 
 
-def connections_of(server: Server) -> set[Connection]:
+def connections_of(server: Server) -> set[HttpConnection]:
     return server.server_state.connections  # type: ignore[return-value]
 
 
@@ -81,10 +81,10 @@ class Serving(NamedTuple):
     timers: Timers
 
     @property
-    def connections(self) -> set[Connection]:
+    def connections(self) -> set[HttpConnection]:
         return connections_of(self.server)
 
-    async def only(self) -> Connection:
+    async def only(self) -> HttpConnection:
         """The only connection, once it is open."""
         await eventually(lambda: self.connections)
         (connection,) = self.connections

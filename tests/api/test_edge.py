@@ -17,7 +17,7 @@ from redline.api.app import create_app
 from redline.api.auth import auth_state as edges
 from redline.api.auth.auth_state import LAG_S, LOOK_S, AuthState, measure_lag
 from redline.api.auth.keys import Keyring, read_keys
-from redline.api.auth.quota import Account, LimitReached, ServedRate
+from redline.api.auth.quota import KeyAccount, LimitReached, ServedRate
 from redline.api.config import ApiConfig, KeyLimits, Limits
 from redline.errors import ConfigError
 from tests.api.world import MODEL, SOON_S, World, answer
@@ -196,7 +196,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(t
 
 def test_requests_in_a_second_come_free_with_time() -> None:
     clock = Clock()
-    account = Account("alice", KeyLimits(requests_per_s=2), clock)
+    account = KeyAccount("alice", KeyLimits(requests_per_s=2), clock)
     for _ in range(2):
         with account.request():
             pass
@@ -213,7 +213,7 @@ def test_requests_in_a_second_come_free_with_time() -> None:
 
 def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
     clock = Clock()
-    account = Account("alice", KeyLimits(tokens_per_minute=600), clock)
+    account = KeyAccount("alice", KeyLimits(tokens_per_minute=600), clock)
     account.check_tokens(600)
     account.charge(1200)
     with pytest.raises(LimitReached, match="tokens_per_minute is 600") as told:
@@ -233,7 +233,7 @@ def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
 
 def test_a_new_rate_holds_from_the_next_request_on() -> None:
     clock = Clock()
-    account = Account("alice", KeyLimits(requests_per_s=0.5), clock)
+    account = KeyAccount("alice", KeyLimits(requests_per_s=0.5), clock)
     for rate, waits in ((0.5, 2.0), (0.25, 4.0)):
         account.limit(KeyLimits(requests_per_s=rate))
         with account.request():
@@ -310,11 +310,11 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
         refused = await chat(world)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.headers["retry-after"] == "1"
-        assert world.gateway.waiting[0] == 1
+        assert world.gateway.requests.waiting == 1
         world.engine.gate.set()
         assert (await waits).status_code == 200
-        assert world.gateway.waiting == (0, 0)
-        assert world.gateway.served_per_s > 0
+        assert (world.gateway.requests.waiting, world.gateway.requests.waiting_tokens) == (0, 0)
+        assert world.gateway.admission.served_per_s > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -329,7 +329,7 @@ async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str, clo
         await eventually(lambda: world.engine.jobs)
         clock.advance(7.4)
         await turns(3)
-        assert world.gateway.waiting[0] == 1
+        assert world.gateway.requests.waiting == 1
         clock.advance(0.2)
         ended = await asked
         assert ended.status_code == (200 if stream else 504)
@@ -337,7 +337,7 @@ async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str, clo
         assert "deadline_exceeded" in ended.text
         assert "[DONE]" not in ended.text
         assert {job.id for job in world.engine.jobs} == world.engine.aborted
-        assert world.gateway.waiting == (0, 0)
+        assert (world.gateway.requests.waiting, world.gateway.requests.waiting_tokens) == (0, 0)
 
 
 async def test_a_deadline_that_is_no_number_is_refused() -> None:

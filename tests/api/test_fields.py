@@ -14,7 +14,8 @@ from redline.api.config import Defaults, Limits
 from redline.api.openai import requests as dialect
 from redline.chat.template import K2, K2_6, K2_7, K2_THINKING, Style, encode
 from redline.errors import RequestError
-from redline.messages.job import Thinking
+from redline.messages.job import OPTIONS, Thinking
+from redline.messages.sampling_option import Api
 from tests.api.fake_engine import say
 from tests.api.test_chat import CALLS, HELLO, ask, chunks, joined
 from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids
@@ -46,7 +47,7 @@ def listed(*sections: str) -> dict[str, str]:
 
 
 def test_the_page_and_the_chat_route_agree() -> None:
-    page = listed("Both routes", "Chat completions")
+    page = listed("Both routes", "Sampling options", "Chat completions")
     known = set(dialect._Chat.__struct_fields__)
     refused = {*dialect._Refused.__struct_fields__, "echo"}
     assert {field for field, here in page.items() if here == "rejected"} == refused
@@ -55,7 +56,7 @@ def test_the_page_and_the_chat_route_agree() -> None:
 
 
 def test_the_page_and_the_completions_route_agree() -> None:
-    page = listed("Both routes", "Completions")
+    page = listed("Both routes", "Sampling options", "Completions")
     known = set(dialect._Completion.__struct_fields__)
     refused = set(dialect._Refused.__struct_fields__)
     of_chats = {field for field, here in listed("Chat completions").items() if here == "rejected"} - {"echo"}
@@ -64,11 +65,24 @@ def test_the_page_and_the_completions_route_agree() -> None:
     assert not known & {field for field, here in page.items() if here == "ignored"}
 
 
+def test_the_page_has_the_table_of_sampling_options() -> None:
+    rows: list[str] = []
+    for option in OPTIONS.values():
+        names = {Api.RESPONSES: "Responses", Api.ANTHROPIC: "Anthropic"}
+        others = [name for api, name in names.items() if api in option.apis]
+        notes = [note for note in (option.note, *(["file"] if option.file else []), *others) if note]
+        default = f"{option.neutral:g}" if isinstance(option.neutral, int | float) else "none"
+        default = "random" if option.name == "seed" else default
+        bounds = " | ".join(f"{bound:,}" for bound in (option.ge, option.le))
+        rows.append(f"| `{option.name}` | {option.owner} | supported | {bounds} | {default} | {'; '.join(notes)} |")
+    assert "\n".join(rows) in PAGE
+
+
 def test_the_page_knows_every_field_of_the_official_client() -> None:
     chat = set(chat_create_params.CompletionCreateParamsBase.__annotations__)
     raw = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
-    assert chat <= set(listed("Both routes", "Chat completions"))
-    assert raw <= set(listed("Both routes", "Completions"))
+    assert chat <= set(listed("Both routes", "Sampling options", "Chat completions"))
+    assert raw <= set(listed("Both routes", "Sampling options", "Completions"))
 
 
 REFUSED: list[tuple[str, Any]] = [

@@ -8,9 +8,13 @@ import pytest
 from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
-from redline.api.auth.quota import CALLER, Account, Caller, KeyLimits
+from redline.api.auth.quota import CALLER, Caller, KeyAccount, KeyLimits
 from redline.api.config import DEFAULT_SLA, Limits, Sla
-from redline.api.gateway import LOOK_S, MOST_MOVES, Gateway, Generation, derived_seed
+from redline.api.gateway.dispatcher import MAX_FAILURES
+from redline.api.gateway.gateway import Gateway
+from redline.api.gateway.generation import Generation
+from redline.api.gateway.job_builder import derived_seed
+from redline.api.gateway.worker_monitor import CHECK_S
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
@@ -24,7 +28,7 @@ from redline.messages.news import Cached, Heartbeat, Load, Missed, Ping, Ready, 
 from redline.policy.pairs import Work
 from redline.router.roles import STAY_S
 from redline.router.worker_registry import MOVE_S, SILENT_S
-from tests.api.fake_engine import FakeEngine, say
+from tests.api.fake_engine import FakeEngine, deliver, say
 from tests.api.world import MODEL, World, answer
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
@@ -45,7 +49,7 @@ async def test_without_time_to_resume_a_lost_worker_ends_what_it_ran() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
             world.engine.serve(world.gateway, epoch=2)
             with pytest.raises(WorkerLost):
                 await anext(generation)
@@ -67,11 +71,11 @@ async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-            id = generation.lanes[0].job.id
+            id = generation.jobs[0].id
             for n in range(3):
-                world.gateway.deliver(world.link, Delta(job=id, tokens=(65 + n,), cached_tokens=3))
-            world.gateway.lose(world.link, "gone")
-            world.gateway.deliver(world.link, Delta(job=id, tokens=(68,)))  # from the worker that is down: ignored
+                deliver(world.gateway, world.link, Delta(job=id, tokens=(65 + n,), cached_tokens=3))
+            world.gateway.monitor.mark_down(world.link, "gone")
+            deliver(world.gateway, world.link, Delta(job=id, tokens=(68,)))  # from the worker that is down: ignored
             other = FakeEngine(resuming)
             other.serve(world.gateway, epoch=2)
             assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
@@ -83,31 +87,31 @@ async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_
             world.metrics.registry.get_sample_value("redline:jobs_moved_total", {"model_name": MODEL, "engine": "0"})
             == 1
         )
-        assert not world.gateway._stranded
+        assert not world.gateway.dispatcher.unassigned
 
 
 async def test_what_is_left_of_jobs_that_have_not_ended_is_known() -> None:
     async with World(resuming) as world:
-        world.gateway.lately.remember()
+        world.gateway.history.start()
         world.engine.gate.clear()
-        assert world.gateway.under_way == []
+        assert world.gateway.requests.records == []
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-            (lane,) = generation.lanes
-            world.gateway.deliver(world.link, Delta(job=lane.job.id, tokens=(65, 66), cached_tokens=3))
-            assert world.gateway.under_way == [lane.came]
-            (left,) = world.gateway.lately.left(world.gateway.under_way)
-            assert (left.cached, left.uncached) == (len(lane.job.tokens) + 2, 0)
-        assert world.gateway.under_way == []
+            (active,) = generation.jobs
+            deliver(world.gateway, world.link, Delta(job=active.id, tokens=(65, 66), cached_tokens=3))
+            assert world.gateway.requests.records == [active.record]
+            (left,) = world.gateway.history.remaining(world.gateway.requests.records)
+            assert (left.cached, left.uncached) == (len(active.message.tokens) + 2, 0)
+        assert world.gateway.requests.records == []
 
 
 async def test_a_request_that_comes_while_the_worker_is_started_again_waits_for_it() -> None:
     async with World(resuming, resume_s=600.0) as world:
-        world.gateway.lose(world.link, "gone")
+        world.gateway.monitor.mark_down(world.link, "gone")
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
             assert not world.engine.jobs
             world.engine.serve(world.gateway, epoch=2)
             assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
-        world.gateway.lose_all("the server ends")
+        world.gateway.fail_all("the server ends")
         with pytest.raises(WorkerLost):
             await world.gateway.begin(text_ask())
 
@@ -117,15 +121,15 @@ async def test_a_job_that_nobody_goes_on_with_in_time_ends() -> None:
         async with World(resuming, resume_s=5.0) as world:
             world.engine.gate.clear()
             with await world.gateway.begin(text_ask()) as generation:
-                world.gateway.lose(world.link, "gone")
+                world.gateway.monitor.mark_down(world.link, "gone")
                 clock.advance(4.9)
                 await turns(3)
-                assert world.gateway._stranded
+                assert world.gateway.dispatcher.unassigned
                 clock.advance(1.0)
                 with pytest.raises(WorkerLost):
                     await anext(generation)
-            assert not world.gateway._lanes
-            assert not world.gateway._stranded
+            assert not [*world.gateway.requests]
+            assert not world.gateway.dispatcher.unassigned
 
 
 async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
@@ -133,20 +137,20 @@ async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
     now = 0.0
     async with World(resuming, resume_s=0.01, clock=lambda: now) as world:
         world.engine.gate.clear()
-        assert world.gateway.links.start_s == 0.0
-        slow = world.gateway.join("slow", MemoryChannel())
+        assert world.gateway.workers.start_s == 0.0
+        slow = world.gateway.monitor.join("slow", MemoryChannel())
         now = 300.0
         ready = world.link.ready
         assert ready is not None
-        world.gateway.deliver(slow, ready)
-        assert world.gateway.links.start_s == 300.0
+        deliver(world.gateway, slow, ready)
+        assert world.gateway.workers.start_s == 300.0
         now = 301.0
-        world.gateway.deliver(slow, ready)
-        assert world.gateway.links.start_s == 300.0, "a repeated Ready does not count"
-        world.gateway.lose(slow, "gone")
+        deliver(world.gateway, slow, ready)
+        assert world.gateway.workers.start_s == 300.0, "a repeated Ready does not count"
+        world.gateway.monitor.mark_down(slow, "gone")
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-            world.gateway.lose(world.link, "gone")
-            (timer,) = world.gateway._stranded.values()
+            world.gateway.monitor.mark_down(world.link, "gone")
+            (timer,) = world.gateway.dispatcher.unassigned.values()
             assert timer.when() - asyncio.get_running_loop().time() > 299
             world.engine.gate.set()
             world.engine.serve(world.gateway, epoch=2)
@@ -157,23 +161,23 @@ async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> No
     lost = Preempted(by=JobId("-"), running=2, pages=9, lost_tokens=3, again_tokens=3, short_pages=1)
 
     def expected_s(generation: Generation) -> float:
-        return generation.lanes[0].story.told()["paused"][-1]["wait_expected_s"]
+        return generation.jobs[0].trace.told()["paused"][-1]["wait_expected_s"]
 
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
-        world.gateway.links.pace.stepped(Work(rows=1), 0.01, 1)
+        world.gateway.workers.latency_model.stepped(Work(rows=1), 0.01, 1)
         begun = [await world.gateway.begin(text_ask()) for _ in range(3)]
-        first, second, third = (generation.lanes[0].job.id for generation in begun)
+        first, second, third = (generation.jobs[0].id for generation in begun)
         for id in (first, second, third):
-            world.gateway.deliver(world.link, Delta(job=id, tokens=(65,)))
-        world.gateway.deliver(world.link, Delta(job=first, noted=(lost,)))
+            deliver(world.gateway, world.link, Delta(job=id, tokens=(65,)))
+        deliver(world.gateway, world.link, Delta(job=first, noted=(lost,)))
         assert expected_s(begun[0]) > 0, "two answers have pages"
-        world.gateway.deliver(world.link, Delta(job=third, noted=(lost,)))
-        world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
+        deliver(world.gateway, world.link, Delta(job=third, noted=(lost,)))
+        deliver(world.gateway, world.link, Delta(job=second, noted=(lost,)))
         assert expected_s(begun[1]) == 0, "no answer has pages"
         again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
-        world.gateway.deliver(world.link, Delta(job=first, tokens=(66,), noted=(again,)))
-        world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
+        deliver(world.gateway, world.link, Delta(job=first, tokens=(66,), noted=(again,)))
+        deliver(world.gateway, world.link, Delta(job=second, noted=(lost,)))
         assert expected_s(begun[1]) > 0, "the first has its pages again"
         for generation in begun:
             generation.close()
@@ -185,12 +189,12 @@ async def test_a_job_that_waited_for_a_worker_has_less_left_of_what_its_first_to
         async with World(resuming, resume_s=60.0, targets=sla) as world:
             world.engine.gate.clear()
             with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-                (lane,) = generation.lanes
-                world.gateway.lose(world.link, "gone")
+                (active,) = generation.jobs
+                world.gateway.monitor.mark_down(world.link, "gone")
                 clock.advance(0.05)
                 second = world.engine.serve(world.gateway, epoch=2)
-                world.gateway.deliver(second, Delta(job=lane.job.id, tokens=(65,)))
-                world.gateway.lose(second, "gone")
+                deliver(world.gateway, second, Delta(job=active.id, tokens=(65,)))
+                world.gateway.monitor.mark_down(second, "gone")
                 world.engine.serve(world.gateway, epoch=3)
                 first, moved, begun = (job.ttft_ms for job in world.engine.jobs)
             assert first is not None
@@ -205,13 +209,13 @@ async def test_a_job_that_ends_every_worker_ends_itself() -> None:
         world.engine.gate.clear()
         link = world.link
         with await world.gateway.begin(text_ask()) as generation:
-            for epoch in range(2, MOST_MOVES + 3):
-                assert world.gateway._lanes
-                world.gateway.lose(link, "gone")
+            for epoch in range(2, MAX_FAILURES + 3):
+                assert [*world.gateway.requests]
+                world.gateway.monitor.mark_down(link, "gone")
                 link = world.engine.serve(world.gateway, epoch=epoch)
             with pytest.raises(WorkerLost):
                 await anext(generation)
-        assert len(world.engine.jobs) == 1 + MOST_MOVES
+        assert len(world.engine.jobs) == 1 + MAX_FAILURES
 
 
 async def test_a_worker_that_answers_no_more_ends_what_it_writes_and_what_is_left_moves() -> None:
@@ -227,30 +231,30 @@ async def test_a_worker_that_answers_no_more_ends_what_it_writes_and_what_is_lef
             await world.gateway.begin(text_ask()) as elsewhere,
             await world.gateway.begin(text_ask()) as waits,
         ):
-            lanes = [each.lanes[0] for each in (writes, elsewhere, waits)]
-            assert [lane.link for lane in lanes] == [world.link, second, world.link]
-            world.gateway.deliver(world.link, Delta(job=lanes[0].job.id, tokens=(65,)))
-            world.gateway.turn(world.link, "prefill")
-            assert [lane.link for lane in lanes] == [world.link, second, second], (
+            active_jobs = [each.jobs[0] for each in (writes, elsewhere, waits)]
+            assert [active.worker for active in active_jobs] == [world.link, second, world.link]
+            deliver(world.gateway, world.link, Delta(job=active_jobs[0].id, tokens=(65,)))
+            world.gateway.monitor.switch_role(world.link, "prefill")
+            assert [active.worker for active in active_jobs] == [world.link, second, second], (
                 "a job without output is requeued at once"
             )
-            assert world.engine.aborted == {lanes[2].id}
-            world.gateway.look()
+            assert world.engine.aborted == {active_jobs[2].first_id}
+            world.gateway.monitor.check_heartbeats()
             now = STAY_S - 0.1
-            world.gateway.look()
-            world.gateway.look()
-            assert lanes[0].link is world.link
-            assert world.link.turning is not None
+            world.gateway.monitor.check_heartbeats()
+            world.gateway.monitor.check_heartbeats()
+            assert active_jobs[0].worker is world.link
+            assert world.link.switching_since is not None
             now = STAY_S + 0.1
-            world.gateway.look()
-            assert lanes[0].link is second
-            assert world.link.turning is None
+            world.gateway.monitor.check_heartbeats()
+            assert active_jobs[0].worker is second
+            assert world.link.switching_since is None
             assert other.jobs[-1].answer == (65,)
-            assert world.engine.aborted == {lanes[0].id, lanes[2].id}
-            assert not any(lane.blamed for lane in lanes)
+            assert world.engine.aborted == {active_jobs[0].first_id, active_jobs[2].first_id}
+            assert not any(active.failures for active in active_jobs)
             other.gate.set()
             assert await tokens_of(writes) == [65, 66, 67, 68, 69, 70]
-            assert world.gateway.answers_of(world.link) == 0
+            assert not world.gateway.requests.at(world.link)
 
 
 async def test_where_nothing_may_be_resumed_answers_end_where_they_are_however_long_it_takes() -> None:
@@ -260,29 +264,29 @@ async def test_where_nothing_may_be_resumed_answers_end_where_they_are_however_l
         other.serve(world.gateway, name="other")
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-            world.gateway.turn(world.link, "prefill")
-            world.gateway.look()
+            world.gateway.monitor.switch_role(world.link, "prefill")
+            world.gateway.monitor.check_heartbeats()
             now = 100.0
-            world.gateway.look()
-            world.gateway.look()
-            assert generation.lanes[0].link is world.link
-            assert world.link.turning is not None
+            world.gateway.monitor.check_heartbeats()
+            world.gateway.monitor.check_heartbeats()
+            assert generation.jobs[0].worker is world.link
+            assert world.link.switching_since is not None
             world.engine.gate.set()
             assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
-            world.gateway.look()
-            assert world.link.turning is None
+            world.gateway.monitor.check_heartbeats()
+            assert world.link.switching_since is None
 
 
 async def test_a_role_that_may_have_been_lost_with_a_link_is_said_again() -> None:
     async with World(resuming, resume_s=600.0) as world:
         other = FakeEngine(resuming)
         other.serve(world.gateway, name="other")
-        deliver, world.engine._deliver = world.engine._deliver, lambda _: None
-        world.gateway.turn(world.link, "prefill")
-        assert world.link.told == "both"
-        world.engine._deliver = deliver
-        world.gateway.deliver(world.link, Missed(messages=1))
-        assert world.link.told == "prefill"
+        replies, world.engine._deliver = world.engine._deliver, lambda _: None
+        world.gateway.monitor.switch_role(world.link, "prefill")
+        assert world.link.confirmed_role == "both"
+        world.engine._deliver = replies
+        deliver(world.gateway, world.link, Missed(messages=1))
+        assert world.link.confirmed_role == "prefill"
 
 
 async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None:
@@ -291,20 +295,20 @@ async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None
         other = FakeEngine(resuming)
         second = other.serve(world.gateway, name="other")
         for link in (world.link, second):
-            world.gateway.deliver(link, Heartbeat())
+            deliver(world.gateway, link, Heartbeat())
         world.engine.gate.clear()
         other.gate.clear()
         with await world.gateway.begin(text_ask()) as first, await world.gateway.begin(text_ask()) as last:
             assert (len(world.engine.jobs), len(other.jobs)) == (1, 1), "each job goes to the worker with fewer jobs"
             now = MOVE_S + 0.1
-            world.gateway.look()
+            world.gateway.monitor.check_heartbeats()
             assert len(other.jobs) == 1, "this process may have been stalled itself"
-            world.gateway.look()
+            world.gateway.monitor.check_heartbeats()
             assert len(other.jobs) == 1, "all are silent: no worker is a better choice"
-            world.gateway.deliver(second, Heartbeat())
-            world.gateway.look()
-            assert [job.id for job in other.jobs] == [each.lanes[0].job.id for each in (last, first)]
-            assert world.engine.aborted == {first.lanes[0].id}, "in case the worker continues"
+            deliver(world.gateway, second, Heartbeat())
+            world.gateway.monitor.check_heartbeats()
+            assert [job.id for job in other.jobs] == [each.jobs[0].id for each in (last, first)]
+            assert world.engine.aborted == {first.jobs[0].first_id}, "in case the worker continues"
             assert second.jobs == 2
 
 
@@ -317,9 +321,9 @@ class Heard:
     def __init__(self, gateway: Gateway, name: str, role: Role = "both") -> None:
         """It sends one heartbeat, and is ready at once."""
         self.told: list[Wire] = []
-        self.link = gateway.join(name, self, role)
-        gateway.deliver(self.link, READY)
-        gateway.deliver(self.link, Heartbeat())
+        self.link = gateway.monitor.join(name, self, role)
+        deliver(gateway, self.link, READY)
+        deliver(gateway, self.link, Heartbeat())
 
     def put(self, message: Wire) -> None:
         self.told.append(message)
@@ -339,18 +343,18 @@ async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_
     """Lost deltas can only be detected by the gap in message numbers; and a faulty link is not blamed on a job."""
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "gone")
+        gateway.monitor.mark_down(world.link, "gone")
         a, b = Heard(gateway, "a"), Heard(gateway, "b", "prefill")
         with await gateway.begin(text_ask()) as generation:
-            id = generation.lanes[0].job.id
+            id = generation.jobs[0].id
             assert a.jobs == [id]
-            gateway.deliver(a.link, Delta(job=id, tokens=(65,)))
-            for moves in range(1, MOST_MOVES + 3):
-                gateway.deliver(a.link, Missed(messages=2))
+            deliver(gateway, a.link, Delta(job=id, tokens=(65,)))
+            for moves in range(1, MAX_FAILURES + 3):
+                deliver(gateway, a.link, Missed(messages=2))
                 assert a.aborted[-1] == a.jobs[-2]
                 assert a.jobs[-1] == f"{id}.{moves}"
                 assert WorkerDown(worker="a", epoch=1) in b.told, "KV transfers from and to it are lost too"
-            gateway.deliver(a.link, Delta(job=id, tokens=(99,)))
+            deliver(gateway, a.link, Delta(job=id, tokens=(99,)))
             again = next(message for message in reversed(a.told) if isinstance(message, Job))
             assert again.answer == (65,)
             assert a.link.jobs == 1
@@ -358,8 +362,8 @@ async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_
 
 async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
     async with World(resuming, resume_s=600.0) as world:
-        link = world.gateway.join("other", FakeEngine(resuming), "both")
-        world.gateway.deliver(link, Missed(messages=1))
+        link = world.gateway.monitor.join("other", FakeEngine(resuming), "both")
+        deliver(world.gateway, link, Missed(messages=1))
         assert link.lost == "1 messages of the worker's connections were lost"
 
 
@@ -368,28 +372,28 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "gone")
+        gateway.monitor.mark_down(world.link, "gone")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
         with await gateway.begin(text_ask()):
             assert (len(a.jobs), len(b.jobs)) == (1, 0)
-            gateway.look()
+            gateway.monitor.check_heartbeats()
 
             def pass_time(seconds: float, turn_s: float) -> None:
                 nonlocal now
-                for _ in range(round(seconds / LOOK_S)):
-                    now += LOOK_S
+                for _ in range(round(seconds / CHECK_S)):
+                    now += CHECK_S
                     for each in (a, b):
-                        gateway.deliver(each.link, Heartbeat(turn_s=turn_s))
-                    gateway.look()
-                    turn_s += LOOK_S if turn_s else 0.0
+                        deliver(gateway, each.link, Heartbeat(turn_s=turn_s))
+                    gateway.monitor.check_heartbeats()
+                    turn_s += CHECK_S if turn_s else 0.0
 
-            pass_time(3.0, turn_s=LOOK_S)
+            pass_time(3.0, turn_s=CHECK_S)
             assert len(b.jobs) == 0, "it runs a step"
             knock = next(message for message in reversed(a.told) if isinstance(message, Ping))
-            gateway.deliver(a.link, Heartbeat(knock=knock.number))
-            pass_time(MOVE_S - LOOK_S, turn_s=0.0)
+            deliver(gateway, a.link, Heartbeat(knock=knock.number))
+            pass_time(MOVE_S - CHECK_S, turn_s=0.0)
             assert len(b.jobs) == 0
-            pass_time(3 * LOOK_S, turn_s=0.0)
+            pass_time(3 * CHECK_S, turn_s=0.0)
             assert len(b.jobs) == 1
             assert a.aborted == a.jobs
 
@@ -397,17 +401,17 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
 async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
-        world.gateway.deliver(world.link, Heartbeat())
-        world.gateway.look()
+        deliver(world.gateway, world.link, Heartbeat())
+        world.gateway.monitor.check_heartbeats()
         now += SILENT_S + 1
         with await world.gateway.begin(text_ask()):
             pass
-        world.gateway.look()
-        assert world.gateway.links.trouble is None
+        world.gateway.monitor.check_heartbeats()
+        assert world.gateway.workers.trouble is None
         now += SILENT_S + 1
         for _ in range(30):
-            now += LOOK_S
-            world.gateway.look()
+            now += CHECK_S
+            world.gateway.monitor.check_heartbeats()
         with pytest.raises(Overloaded, match="has not responded"):
             await world.gateway.begin(text_ask())
 
@@ -417,8 +421,8 @@ async def test_a_rolling_update_may_move_a_stream_as_often_as_there_are_workers(
         world.engine.gate.clear()
         link = world.link
         with await world.gateway.begin(text_ask()) as generation:
-            for epoch in range(2, MOST_MOVES + 6):
-                world.gateway.lose(link, "it is replaced", asked=True)
+            for epoch in range(2, MAX_FAILURES + 6):
+                world.gateway.monitor.mark_down(link, "it is replaced", asked=True)
                 link = world.engine.serve(world.gateway, epoch=epoch)
             world.engine.gate.set()
             assert [batch async for batch in generation]
@@ -428,49 +432,53 @@ async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_eve
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         a = Heard(gateway, "a")
         with await gateway.begin(text_ask()) as generation:
-            (lane,) = generation.lanes
+            (active,) = generation.jobs
             b = Heard(gateway, "b")
-            gateway.deliver(a.link, Delta(job=lane.id, tokens=(65,)))
+            deliver(gateway, a.link, Delta(job=active.first_id, tokens=(65,)))
             now = MOVE_S + 0.1
-            gateway.deliver(b.link, Heartbeat())
-            gateway.look()
-            gateway.look()
-            assert lane.link is b.link, "a is silent"
-            assert a.aborted == [lane.id]
-            gateway.deliver(b.link, Delta(job=lane.job.id, tokens=(66,)))
-            gateway.deliver(a.link, Heartbeat())
-            gateway.lose(b.link, "killed")
-            assert lane.link is a.link, "a continues, and gets the job again"
-            gateway.deliver(a.link, Delta(job=lane.id, tokens=(66,)))
-            gateway.deliver(a.link, Delta(job=lane.id, finish="aborted"))
-            assert lane.answer == [65, 66]
-            assert gateway.load == 1, "the stream continues"
-            gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(67,)))
-            assert lane.answer == [65, 66, 67]
-        assert a.jobs == [lane.id, f"{lane.id}.2"]
-        assert b.jobs == [f"{lane.id}.1"]
-        assert a.aborted == [lane.id, f"{lane.id}.2"], "the client disconnects: the job is aborted under its newest ID"
+            deliver(gateway, b.link, Heartbeat())
+            gateway.monitor.check_heartbeats()
+            gateway.monitor.check_heartbeats()
+            assert active.worker is b.link, "a is silent"
+            assert a.aborted == [active.first_id]
+            deliver(gateway, b.link, Delta(job=active.id, tokens=(66,)))
+            deliver(gateway, a.link, Heartbeat())
+            gateway.monitor.mark_down(b.link, "killed")
+            assert active.worker is a.link, "a continues, and gets the job again"
+            deliver(gateway, a.link, Delta(job=active.first_id, tokens=(66,)))
+            deliver(gateway, a.link, Delta(job=active.first_id, finish="aborted"))
+            assert active.output == [65, 66]
+            assert gateway.requests.requests == 1, "the stream continues"
+            deliver(gateway, a.link, Delta(job=active.id, tokens=(67,)))
+            assert active.output == [65, 66, 67]
+        assert a.jobs == [active.first_id, f"{active.first_id}.2"]
+        assert b.jobs == [f"{active.first_id}.1"]
+        assert a.aborted == [active.first_id, f"{active.first_id}.2"], (
+            "the client disconnects: the job is aborted under its newest ID"
+        )
 
 
 async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_moves() -> None:
     """A late message from one worker to another then matches no job."""
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         workers = [Heard(gateway, name, "decode") for name in "abc"]
         computes = Heard(gateway, "p", "prefill")
         generations = [await gateway.begin(text_ask("the end " * 40)) for _ in range(6)]
-        lanes = [lane for generation in generations for lane in generation.lanes]
-        assert computes.jobs == [lane.id for lane in lanes]
+        active_jobs = [active for generation in generations for active in generation.jobs]
+        assert computes.jobs == [active.first_id for active in active_jobs]
         for worker in workers[:2]:
-            for lane in [lane for lane in lanes if lane.link is worker.link]:
-                gateway.deliver(worker.link, Delta(job=lane.job.id, finish="error", error="it ends", fault="lost"))
-            gateway.lose(worker.link, "it ends")
-        assert {lane.link for lane in lanes} == {workers[2].link}
-        assert len(computes.jobs) == 6 + sum(lane.moves for lane in lanes), "each prompt is prefilled again"
+            for active in [active for active in active_jobs if active.worker is worker.link]:
+                deliver(gateway, worker.link, Delta(job=active.id, finish="error", error="it ends", fault="lost"))
+            gateway.monitor.mark_down(worker.link, "it ends")
+        assert {active.worker for active in active_jobs} == {workers[2].link}
+        assert len(computes.jobs) == 6 + sum(active.requeues for active in active_jobs), (
+            "each prompt is prefilled again"
+        )
         for worker in (*workers, computes):
             assert len(set(worker.jobs)) == len(worker.jobs), worker.link.name
         for generation in generations:
@@ -485,17 +493,17 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
     caplog.set_level("INFO", "redline.api")
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         answers, _ = Heard(gateway, "d", "decode"), Heard(gateway, "p", "prefill")
-        gateway.links.pace.stepped(Work(rows=1), 0.01, 1)
+        gateway.workers.latency_model.stepped(Work(rows=1), 0.01, 1)
         begun = [await gateway.begin(text_ask("the end " * 40)) for _ in range(2)]
-        beside, computed = (generation.lanes[0] for generation in begun)
-        gateway.deliver(answers.link, Delta(job=beside.job.id, tokens=(65,)))
-        gateway.deliver(answers.link, Delta(job=computed.job.id, tokens=(65,), noted=(lost, again)))
-        (paused,) = computed.story.told()["paused"]
+        beside, computed = (generation.jobs[0] for generation in begun)
+        deliver(gateway, answers.link, Delta(job=beside.id, tokens=(65,)))
+        deliver(gateway, answers.link, Delta(job=computed.id, tokens=(65,), noted=(lost, again)))
+        (paused,) = computed.trace.told()["paused"]
         assert (paused["worker"], paused["wait_expected_s"], paused["paused_s"]) == ("p", 0.0, 0.2)
-        assert f"job {computed.id} was preempted on p after 0 tokens" in caplog.text
-        assert not computed.waits
+        assert f"job {computed.first_id} was preempted on p after 0 tokens" in caplog.text
+        assert not computed.preempted
         for generation in begun:
             generation.close()
 
@@ -503,14 +511,14 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
 async def test_a_worker_that_says_that_it_ends_gets_none_of_its_jobs_back() -> None:
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
         generations = [await gateway.begin(text_ask()) for _ in range(4)]
-        of_a = [lane for generation in generations for lane in generation.lanes if lane.link is a.link]
+        of_a = [active for generation in generations for active in generation.jobs if active.worker is a.link]
         assert len(of_a) == 2
-        for lane in of_a:
-            gateway.deliver(a.link, Delta(job=lane.job.id, finish="error", error="the device is gone", fault="lost"))
-        assert [lane.link for lane in of_a] == [b.link, b.link]
+        for active in of_a:
+            deliver(gateway, a.link, Delta(job=active.id, finish="error", error="the device is gone", fault="lost"))
+        assert [active.worker for active in of_a] == [b.link, b.link]
         assert (a.link.jobs, b.link.jobs, len(a.jobs)) == (0, 4, 2)
         for generation in generations:
             generation.close()
@@ -520,12 +528,14 @@ async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() 
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
-            generation.lanes[0].blamed = MOST_MOVES  # it has been requeued after more worker failures than the second
+            generation.jobs[
+                0
+            ].failures = MAX_FAILURES  # it has been requeued after more worker failures than the second
             other = Heard(world.gateway, "other")
-            world.gateway.lose(world.link, "gone")
-            assert world.gateway.load == 0
+            world.gateway.monitor.mark_down(world.link, "gone")
+            assert world.gateway.requests.requests == 0
             assert (other.jobs, other.link.jobs) == ([], 0)
-            assert not world.gateway._stranded
+            assert not world.gateway.dispatcher.unassigned
 
 
 async def test_a_job_that_is_too_large_with_its_answer_ends_and_the_worker_that_has_become_ready_does_not() -> None:
@@ -537,7 +547,7 @@ async def test_a_job_that_is_too_large_with_its_answer_ends_and_the_worker_that_
     async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.lose(world.link, "gone")
+            world.gateway.monitor.mark_down(world.link, "gone")
             assert Full(world.gateway, "other").link.lost is None
             with pytest.raises(WorkerLost):
                 await anext(generation)
@@ -545,20 +555,20 @@ async def test_a_job_that_is_too_large_with_its_answer_ends_and_the_worker_that_
 
 async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
     async with World(answer("a")) as world:
-        link = world.gateway.join("other", FakeEngine(answer("b")))
-        world.gateway.deliver(link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
+        link = world.gateway.monitor.join("other", FakeEngine(answer("b")))
+        deliver(world.gateway, link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
         assert link.lost is not None
         assert "another model" in link.lost
-        route = world.gateway.links.route(Job(id=JobId("a"), tokens=(1,), pages=(), sampling=Sampling(max_tokens=1)))
+        route = world.gateway.workers.route(Job(id=JobId("a"), tokens=(1,), pages=(), sampling=Sampling(max_tokens=1)))
         assert route is not None
-        assert route.link is world.link
+        assert route.worker is world.link
 
 
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:
     async with World(answer("a"), max_model_len=1 << 20) as world:
         beginning = asyncio.create_task(world.gateway.begin(text_ask("the end " * 20_000)))
         await turns()
-        world.gateway.lose(world.link, "gone")
+        world.gateway.monitor.mark_down(world.link, "gone")
         with pytest.raises(WorkerLost):
             await beginning
     assert world.engine.jobs == []
@@ -568,8 +578,8 @@ async def test_what_arrived_before_the_loss_still_goes_out() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.deliver(world.link, Delta(job=generation.lanes[0].job.id, tokens=(65,)))
-            world.gateway.lose(world.link, "gone")
+            deliver(world.gateway, world.link, Delta(job=generation.jobs[0].id, tokens=(65,)))
+            world.gateway.monitor.mark_down(world.link, "gone")
             assert [batch.completion_tokens for batch in await anext(generation)] == [1]
             with pytest.raises(WorkerLost):
                 await anext(generation)
@@ -606,7 +616,7 @@ async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
         with await world.gateway.begin(text_ask()):
             pass  # the client disconnects
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.deliver(world.link, Delta(job=generation.lanes[0].job.id, finish="aborted"))
+            deliver(world.gateway, world.link, Delta(job=generation.jobs[0].id, finish="aborted"))
         exposed = world.metrics.expose().decode()
     assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
     assert 'finished_reason="aborted"' not in exposed
@@ -656,9 +666,9 @@ async def test_a_delta_for_a_job_that_was_aborted_here_is_dropped() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            id = generation.lanes[0].job.id
+            id = generation.jobs[0].id
         assert world.engine.aborted == {id}
-        world.gateway.deliver(world.link, Delta(job=id, tokens=(65,), finish="stop"))
+        deliver(world.gateway, world.link, Delta(job=id, tokens=(65,), finish="stop"))
 
 
 def test_seeds_of_further_choices_are_neither_each_others_nor_a_neighbours() -> None:
@@ -680,14 +690,18 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
     monkeypatch.setattr(KnownTexts, "ids", noted)
     prompt = Conversation(messages=(Said(role="user", content="hello the end " * 10),))
     async with World(answer("a")) as world:
-        for account, salt in ((None, "x"), (Account("alice", KeyLimits()), "x"), (Account("bob", KeyLimits()), "x")):
+        for account, salt in (
+            (None, "x"),
+            (KeyAccount("alice", KeyLimits()), "x"),
+            (KeyAccount("bob", KeyLimits()), "x"),
+        ):
             CALLER.set(Caller(account=account))
             ask = Ask(prompts=(prompt,), sampling=Sampling(max_tokens=1), salt=salt, param="messages")
             with await world.gateway.begin(ask):
                 pass
         assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
         salts.clear()
-        await world.gateway.encode(prompt, "messages", 4096)  # for bob, to count its tokens
+        await world.gateway.encoder.encode(prompt, "messages", 4096)  # for bob, to count its tokens
     assert set(salts) == {"bob\n"}
 
 
@@ -698,45 +712,45 @@ def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
 async def test_what_a_worker_sends_after_it_was_lost_is_taken_for_nothing() -> None:
     """A draining spare sends its last messages after its removal: they raised KeyError, which ended the reader."""
     async with World(answer("a")) as world:
-        world.gateway.lose(world.link, "it is not wanted for now")
+        world.gateway.monitor.mark_down(world.link, "it is not wanted for now")
         last = Load(**{field.name: 0 for field in msgspec.structs.fields(Load) if field.required})
-        world.gateway.take(world.link, [cached(1), last, Missed(messages=1)])
+        world.gateway.monitor.receive(world.link, [cached(1), last, Missed(messages=1)])
         assert (world.link.lost, world.link.load) == ("it is not wanted for now", None)
 
 
 async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None:
     async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
         with await gateway.begin(text_ask("the end " * 200)) as first:
-            (lane,) = first.lanes
-            assert lane.link is a.link
+            (active,) = first.jobs
+            assert active.worker is a.link
             with await gateway.begin(text_ask("the end " * 200)) as beside:
-                assert beside.lanes[0].link is a.link, "a is about to have all of these pages"
+                assert beside.jobs[0].worker is a.link, "a is about to have all of these pages"
             with await gateway.begin(text_ask("another " * 200)) as other:
-                assert other.lanes[0].link is b.link
-            gateway.deliver(b.link, cached(1, *lane.job.pages, whole=True))
-            gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(65,)))
+                assert other.jobs[0].worker is b.link
+            deliver(gateway, b.link, cached(1, *active.message.pages, whole=True))
+            deliver(gateway, a.link, Delta(job=active.id, tokens=(65,)))
         with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as second:
-            assert second.lanes[0].link is b.link, "a has not reported them"
-        gateway.deliver(b.link, Cached(number=2, removed=lane.job.pages[:1]))
-        gateway.deliver(a.link, cached(1, *lane.job.pages, whole=True))
+            assert second.jobs[0].worker is b.link, "a has not reported them"
+        deliver(gateway, b.link, Cached(number=2, removed=active.message.pages[:1]))
+        deliver(gateway, a.link, cached(1, *active.message.pages, whole=True))
         with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as third:
-            assert third.lanes[0].link is a.link, "b has evicted the first page, so the others are of no use"
-        gateway.deliver(a.link, cached(3))
-        gateway.deliver(a.link, cached(4))
+            assert third.jobs[0].worker is a.link, "b has evicted the first page, so the others are of no use"
+        deliver(gateway, a.link, cached(3))
+        deliver(gateway, a.link, cached(4))
         assert [message for message in a.told if isinstance(message, Recall)] == [Recall()], "message 2 was missed"
-        gateway.lose(a.link, "killed")
-        assert len(gateway.links.index) == len(lane.job.pages) - 1
+        gateway.monitor.mark_down(a.link, "killed")
+        assert len(gateway.workers.index) == len(active.message.pages) - 1
 
 
 async def test_one_with_another_salt_is_not_sent_after_pages_that_it_cannot_use() -> None:
     async with World(resuming) as world:
         gateway = world.gateway
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
-        gateway.lose(world.link, "not used")
+        gateway.monitor.mark_down(world.link, "not used")
         ask = text_ask("the end " * 200)
         with await gateway.begin(ask) as first, await gateway.begin(msgspec.structs.replace(ask, salt="x")) as salted:
-            assert first.lanes[0].link is a.link
-            assert salted.lanes[0].link is b.link
+            assert first.jobs[0].worker is a.link
+            assert salted.jobs[0].worker is b.link

@@ -16,7 +16,7 @@ from lab.attack.schemas import schemas
 from redline.api.anthropic.requests import read_messages
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
-from redline.api.grammars.grammar_child import Trial, Verdict, verdict_of
+from redline.api.grammars.grammar_child import GrammarTrial, GrammarVerdict, verdict_of
 from redline.api.grammars.grammars import Grammars
 from redline.api.grammars.trials import GrammarProcess
 from redline.api.openai.requests import read_chat, read_completion
@@ -134,8 +134,8 @@ def test_a_trial_follows_a_grammar_beyond_its_first_mask(text: str, monkeypatch:
     """With a tiny vocabulary masks have few items, so the limit is lower here."""
     monkeypatch.setattr("redline.clock.thread_time", FakeClock())
     tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
-    trial = Trial(text=text)
-    assert verdict_of(trial, tokens, inward) == Verdict()
+    trial = GrammarTrial(text=text)
+    assert verdict_of(trial, tokens, inward) == GrammarVerdict()
     monkeypatch.setattr("redline.policy.grammar.STEP_ITEMS", 300)
     masks = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
     masks.compute_bitmask()
@@ -147,7 +147,7 @@ def test_a_trial_follows_a_grammar_beyond_its_first_mask(text: str, monkeypatch:
 def test_a_trial_takes_what_a_worker_can_follow(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("redline.clock.thread_time", FakeClock())
     tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
-    error = verdict_of(Trial(text=f"start: %json {json.dumps(asked)}"), tokens, inward).error
+    error = verdict_of(GrammarTrial(text=f"start: %json {json.dumps(asked)}"), tokens, inward).error
     assert error is None or "Unimplemented keys" in error
 
 
@@ -160,16 +160,16 @@ def test_a_trial_takes_no_more_time_than_an_answer_has():
 
     with clock.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("redline.clock.thread_time", read)
-        verdict = verdict_of(Trial(text='start: "abcdef"'), grammar_tokens(tokenizer()), ())
+        verdict = verdict_of(GrammarTrial(text='start: "abcdef"'), grammar_tokens(tokenizer()), ())
     assert verdict.error == "it takes too long: one token took 260 ms to process; at most 250 ms are allowed"
 
 
 async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():
     """The first process is stopped, so it does not answer."""
-    child, trial = GrammarProcess(tokenizer(), Limits()), Trial(text='start: "a"')
+    child, trial = GrammarProcess(tokenizer(), Limits()), GrammarTrial(text='start: "a"')
     with FakeClock().drives(asyncio.get_running_loop()) as clock:
         try:
-            assert await child.ask(trial) == Verdict()
+            assert await child.ask(trial) == GrammarVerdict()
             first = child.process
             assert first is not None
             first.send_signal(signal.SIGSTOP)
@@ -179,7 +179,7 @@ async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_pla
                 await asked
             assert child.process is None
             assert await first.wait() == -signal.SIGKILL
-            assert await child.ask(trial) == Verdict()
+            assert await child.ask(trial) == GrammarVerdict()
             assert child.process not in (None, first)
         finally:
             child.kill()
@@ -539,7 +539,7 @@ def _counted(grammars: Grammars, patch: pytest.MonkeyPatch) -> list[str]:
     tried: list[str] = []
     verdict = grammars.trials.verdict
 
-    async def counted(trial: Trial, *rest: Any) -> Verdict:
+    async def counted(trial: GrammarTrial, *rest: Any) -> GrammarVerdict:
         tried.append(trial.kind)
         return await verdict(trial, *rest)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.types import Message
 
-from redline.api.app import KEEPALIVE_S, REFUSAL_S
 from redline.api.config import Limits
+from redline.api.handlers import KEEPALIVE_S, REFUSAL_S
 from redline.messages.delta import Delta
 from tests.api.sockets import ASYNCIO, Client, serving
 from tests.api.test_anthropic import client_of
@@ -43,7 +43,7 @@ async def clock() -> AsyncIterator[FakeClock]:
 def poured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams are written in both ways: directly, and by the request's task."""
     if not request.param:
-        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.HttpConnection.write_part", lambda *_: False)
 
 
 class Stream:
@@ -75,7 +75,7 @@ class Stream:
     async def come(self, text: str) -> None:
         """Deliver the tokens of `text`, and wait until their output is written."""
         job = self._world.engine.jobs[0].id
-        self._world.gateway.take(self._world.link, [Delta(job=job, tokens=(token,)) for token in ids(text)])
+        self._world.gateway.monitor.receive(self._world.link, [Delta(job=job, tokens=(token,)) for token in ids(text)])
         await turns(20)
 
     @property
@@ -188,7 +188,7 @@ async def test_a_stream_that_shows_tokens_has_no_keepalive(served: Served, path:
 async def test_a_silent_answer_that_fails_still_has_its_error(served: Served, path: str) -> None:
     stream = await served.begin(path)
     await stream.passes(KEEPALIVE_S)
-    served.world.gateway.lose(served.world.link, "gone")
+    served.world.gateway.monitor.mark_down(served.world.link, "gone")
     whole = streamed(await stream.client.rest())
     assert stream.came == 1
     assert "the worker that ran this request went down" in whole.rstrip().rpartition("\n\n")[2]

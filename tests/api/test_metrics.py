@@ -199,7 +199,7 @@ async def test_a_scrape_says_whether_the_server_is_ready_as_health_does() -> Non
 
     async with World(answer("a")) as world:
         assert await told() == (1, 200)
-        world.gateway.lose(world.link, "killed")
+        world.gateway.monitor.mark_down(world.link, "killed")
         assert await told() == (0, 503)
         world.engine.serve(world.gateway, epoch=2)
         assert await told() == (1, 200)
@@ -208,7 +208,7 @@ async def test_a_scrape_says_whether_the_server_is_ready_as_health_does() -> Non
 async def test_starts_of_workers_are_counted() -> None:
     async with World(answer("a")) as world:
         world.engine.serve(world.gateway, name="another")
-        world.gateway.lose(world.link, "killed")
+        world.gateway.monitor.mark_down(world.link, "killed")
         world.engine.serve(world.gateway, epoch=2)
         assert own(world.metrics.expose(), "worker_starts_total") == {"0": 2, "1": 1}
 

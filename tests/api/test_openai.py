@@ -17,6 +17,7 @@ from redline.api.openai.requests import (
 )
 from redline.chat.conversation import Conversation
 from redline.errors import RequestError
+from redline.messages.job import Sampling
 
 HELLO = [{"role": "user", "content": "hello"}]
 BOUNDS = (Limits(), Defaults())
@@ -258,7 +259,7 @@ def test_fields_that_we_do_not_know_or_that_change_nothing_are_ignored() -> None
 
 
 def test_silence_means_the_defaults_and_all_that_is_left() -> None:
-    ask = chat(defaults=Defaults(temperature=0.6, top_p=0.95, top_k=40)).ask
+    ask = chat(defaults=Defaults(sampling=Sampling(max_tokens=1, temperature=0.6, top_p=0.95, top_k=40))).ask
     assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.6, 0.95, 40)
     assert ask.sampling.max_tokens == WHAT_IS_LEFT
     assert ask.seed is None

@@ -106,7 +106,7 @@ async def test_bounds_and_defaults_are_those_of_the_server() -> None:
     fields = body_schema(document, "/v1/chat/completions")["properties"]
     assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 64}
     assert fields["messages"]["maxItems"] == world.config.limits.messages
-    assert fields["temperature"]["default"] == world.config.defaults.temperature
+    assert fields["temperature"]["default"] == world.config.defaults.sampling.temperature
     assert "maximum" not in fields["max_completion_tokens"]
 
 

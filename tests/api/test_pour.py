@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from redline.api.ask import Ask
-from redline.api.gateway import Batch, Generation
-from redline.api.http.server import Connection
-from redline.api.http.stream_flusher import StreamFlusher
+from redline.api.gateway.generation import ChoiceDelta, Generation
+from redline.api.http.server import HttpConnection
 from redline.errors import RequestError, WorkerLost
 from redline.messages.delta import Delta
 from redline.messages.job import Sampling
 from tests.api.world import World, answer, asked, port_of
-from tests.waiting import eventually, turns
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +38,7 @@ class Client:
         return self.takes
 
 
-def tokens_of(batches: list[Batch]) -> bytes:
+def tokens_of(batches: list[ChoiceDelta]) -> bytes:
     return b"".join(b"%d:%d " % (batch.choice, batch.completion_tokens) for batch in batches)
 
 
@@ -53,8 +52,8 @@ class Pouring:
 
     def come(self, *choices: int, **how: Any) -> Delta:
         """Deliver a token for each of these choices."""
-        deltas = [Delta(job=self.generation.lanes[choice].job.id, tokens=(0x61,), **how) for choice in choices]
-        self.world.gateway.take(self.world.link, deltas)
+        deltas = [Delta(job=self.generation.jobs[choice].id, tokens=(0x61,), **how) for choice in choices]
+        self.world.gateway.monitor.receive(self.world.link, deltas)
         return deltas[-1]
 
 
@@ -80,28 +79,16 @@ async def test_what_comes_at_once_is_one_write_and_no_task_wakes() -> None:
         task.cancel()
 
 
-async def test_single_deliveries_of_one_turn_are_one_write() -> None:
-    async with pouring() as one:
-        task = one.pour()
-        await turns()
-        for _ in range(3):
-            one.world.gateway.deliver(one.world.link, Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)))
-        assert one.client.taken == []
-        await eventually(lambda: one.client.taken)
-        assert one.client.taken == [b"0:1 0:2 0:3 "]
-        task.cancel()
-
-
 async def test_an_end_is_left_to_whoever_iterates_with_all_that_came_before() -> None:
     async with pouring() as one:
         task = one.pour()
         await turns()
         one.come(0)
-        one.world.gateway.take(
+        one.world.gateway.monitor.receive(
             one.world.link,
             [
-                Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)),
-                Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,), finish="length"),
+                Delta(job=one.generation.jobs[0].id, tokens=(0x61,)),
+                Delta(job=one.generation.jobs[0].id, tokens=(0x61,), finish="length"),
             ],
         )
         assert await task == b""
@@ -126,7 +113,7 @@ async def test_a_lost_worker_ends_the_pouring() -> None:
     async with pouring() as one:
         task = one.pour()
         await turns()
-        one.world.gateway.lose(one.world.link, "gone")
+        one.world.gateway.monitor.mark_down(one.world.link, "gone")
         assert await task == b""
         with pytest.raises(WorkerLost):
             await anext(one.generation)
@@ -137,7 +124,7 @@ async def test_an_error_while_it_pours_ends_this_answer_and_no_other() -> None:
     async with pouring() as one:
         task = one.pour()
         await turns()
-        one.world.gateway.take(one.world.link, [Delta(job=one.generation.lanes[0].job.id, tokens=(999_999,))])
+        one.world.gateway.monitor.receive(one.world.link, [Delta(job=one.generation.jobs[0].id, tokens=(999_999,))])
         with pytest.raises(RequestError, match="999999"):
             await task
 
@@ -150,22 +137,6 @@ async def test_nothing_is_poured_without_a_connection_or_over_what_waits() -> No
         one.generation.direct = None
         assert await one.generation.pour(tokens_of) == b""
         assert one.client.taken == []
-
-
-async def test_a_turn_flushes_once_however_often_it_is_told() -> None:
-    flushed: list[int] = []
-
-    class Stream:
-        def flush(self) -> None:
-            flushed.append(1)
-
-    pours = StreamFlusher()
-    pours.add(Stream())
-    pours.soon()
-    pours.flush()
-    pours.soon()
-    await turns(3)
-    assert flushed == [1]
 
 
 async def raw_stream(address: str) -> bytes:
@@ -181,20 +152,20 @@ async def test_the_bytes_are_those_of_the_apps_own_send(monkeypatch: pytest.Monk
     text = "hello the <|tool_calls_section_begin|> and é🙂 functions"
     async with World(answer(text, thought="hello the")) as world, world.listening() as address:
         poured = await raw_stream(address)
-        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.HttpConnection.write_part", lambda *_: False)
         assert await raw_stream(address) == poured
         assert poured.count(b"\r\ndata: ") > 5
 
 
 async def test_a_stream_on_a_socket_is_poured(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[bytes] = []
-    write = Connection.write_part
+    write = HttpConnection.write_part
 
-    def written(self: Connection, body: bytes) -> bool:
+    def written(self: HttpConnection, body: bytes) -> bool:
         parts.append(body)
         return write(self, body)
 
-    monkeypatch.setattr(Connection, "write_part", written)
+    monkeypatch.setattr(HttpConnection, "write_part", written)
     async with World(answer("hello the and functions")) as world, world.listening() as address:
         data = await raw_stream(address)
     assert len(parts) >= 3

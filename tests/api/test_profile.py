@@ -38,7 +38,7 @@ async def refused(profiler: Profiler, seconds: float) -> int:
 
 
 async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock):
-    gateway, passages = SimpleNamespace(profiling=None, links=[]), Passages()
+    gateway, passages = SimpleNamespace(monitor=SimpleNamespace(recorder=None), workers=[]), Passages()
     profiler = Profiler(cast(Any, gateway), passages)
     assert [await refused(profiler, seconds) for seconds in (0.0, 60.5, float("nan"))] == [400] * 3
     first = asyncio.create_task(profiler.take(5))
@@ -54,10 +54,10 @@ async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     told = [(e["name"], e["args"].get("status"), e["args"].get("ended")) for e in slices]
     assert told == [("GET /live", 200, True), ("read", None, None), ("GET /health", None, False)]
-    assert (passages.watchers, gateway.profiling) == ([], None)
+    assert (passages.watchers, gateway.monitor.recorder) == ([], None)
     cut = asyncio.create_task(profiler.take(30))
     await turns()
     cut.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cut
-    assert (passages.watchers, gateway.profiling) == ([], None)
+    assert (passages.watchers, gateway.monitor.recorder) == ([], None)

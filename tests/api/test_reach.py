@@ -51,7 +51,7 @@ async def test_ping_is_health_and_needs_no_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     async with World(answer("a"), keys_file=str(tmp_path / "keys")) as world:
         assert (await world.http.get("/ping")).status_code == (await world.http.post("/ping")).status_code == 200
-        world.gateway.lose(world.link, "gone")
+        world.gateway.monitor.mark_down(world.link, "gone")
         assert (await world.http.get("/ping")).status_code == 503
 
 

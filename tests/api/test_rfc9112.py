@@ -117,7 +117,7 @@ async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
     path: str, body: dict[str, object], opening: bytes, poured: bool, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not poured:
-        monkeypatch.setattr("redline.api.http.server.Connection.write_part", lambda *_: False)
+        monkeypatch.setattr("redline.api.http.server.HttpConnection.write_part", lambda *_: False)
     text = "hello the <|tool_calls_section_begin|> and é"
     async with World(answer(text)) as world, serving(world.app, Limits(), clock) as (port, _):
         with Client(port) as old, Client(port) as new:

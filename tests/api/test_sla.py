@@ -9,7 +9,7 @@ from redline.api.auth.keys import Keyring
 from redline.api.auth.quota import CALLER, Caller
 from redline.api.config import KeyLimits, Sla
 from redline.api.telemetry.metrics import Metrics
-from redline.api.telemetry.sla import LATELY_S, Attainment, Kept, Took, keeps, targets_of
+from redline.api.telemetry.sla import LATELY_S, Attainment, RequestTimes, TargetsMet, keeps, targets_of
 from redline.messages.delta import Delta, Finish
 from redline.messages.job import Job
 from tests.api.test_edge import keys_file
@@ -29,37 +29,37 @@ def anyio_backend() -> str:
 @pytest.mark.parametrize(
     ("took", "finish", "kept"),
     [
-        (Took(1.0, 0.5, 0.03), "stop", (True, True)),
-        (Took(1.0, 0.501, 0.03), "length", (False, True)),
-        (Took(1.0, 0.1, 0.031), "stop", (True, False)),
-        (Took(9.0, 0.1, None), "stop", (True, True)),  # an answer of one token
-        (Took(0.1, 0.05, 0.01), "error", (False, False)),
+        (RequestTimes(1.0, 0.5, 0.03), "stop", (True, True)),
+        (RequestTimes(1.0, 0.501, 0.03), "length", (False, True)),
+        (RequestTimes(1.0, 0.1, 0.031), "stop", (True, False)),
+        (RequestTimes(9.0, 0.1, None), "stop", (True, True)),  # an answer of one token
+        (RequestTimes(0.1, 0.05, 0.01), "error", (False, False)),
         # aborted before the target: whether it would have been met is unknown
-        (Took(0.4, None, None), "aborted", None),
-        (Took(0.6, None, None), "aborted", (False, True)),
-        (Took(0.6, 0.2, 0.05), "aborted", (True, False)),
+        (RequestTimes(0.4, None, None), "aborted", None),
+        (RequestTimes(0.6, None, None), "aborted", (False, True)),
+        (RequestTimes(0.6, 0.2, 0.05), "aborted", (True, False)),
     ],
 )
 def test_a_request_keeps_what_it_was_promised_or_does_not(
-    took: Took, finish: Finish, kept: tuple[bool, bool] | None
+    took: RequestTimes, finish: Finish, kept: tuple[bool, bool] | None
 ) -> None:
-    assert keeps(BOTH, took, finish) == (None if kept is None else Kept(*kept))
+    assert keeps(BOTH, took, finish) == (None if kept is None else TargetsMet(*kept))
 
 
 def test_what_is_not_promised_is_kept() -> None:
-    assert keeps(Sla(itl_ms=30), Took(99.0, 99.0, 0.02), "stop") == Kept(ttft=True, itl=True)
-    assert keeps(Sla(ttft_ms=30), Took(99.0, 0.01, 9.0), "stop") == Kept(ttft=True, itl=True)
+    assert keeps(Sla(itl_ms=30), RequestTimes(99.0, 99.0, 0.02), "stop") == TargetsMet(ttft=True, itl=True)
+    assert keeps(Sla(ttft_ms=30), RequestTimes(99.0, 0.01, 9.0), "stop") == TargetsMet(ttft=True, itl=True)
 
 
 def test_a_class_without_targets_has_those_of_the_default_and_without_any_nothing_is_counted() -> None:
     now = 0.0
     metrics = Metrics(MODEL)
     attainment = Attainment({"default": BOTH, "batch": Sla(itl_ms=1000)}, metrics, lambda: now)
-    attainment.ended("default", Took(1.0, 0.1, 0.01), "stop")
-    attainment.ended("unknown", Took(1.0, 0.6, 0.01), "stop")
-    attainment.ended("batch", Took(9.0, 5.0, 0.5), "stop")
+    attainment.ended("default", RequestTimes(1.0, 0.1, 0.01), "stop")
+    attainment.ended("unknown", RequestTimes(1.0, 0.6, 0.01), "stop")
+    attainment.ended("batch", RequestTimes(9.0, 5.0, 0.5), "stop")
     now = LATELY_S + 1
-    attainment.ended("default", Took(1.0, 0.6, 0.04), "stop")
+    attainment.ended("default", RequestTimes(1.0, 0.6, 0.04), "stop")
     told = attainment.told()
     counted = ("requests", "ttft_met", "itl_met", "both_met")
     assert [told["default"][key] for key in counted] == [3, 1, 2, 1]
@@ -76,7 +76,7 @@ def test_a_class_without_targets_has_those_of_the_default_and_without_any_nothin
     assert sample(sla="default", ttft="missed", itl="missed") == 1
     assert sample(sla="batch", ttft="missed", itl="met") == 0, "the series exists from the start"
     none = Attainment({}, metrics)
-    none.ended("default", Took(1.0, 0.1, 0.01), "stop")
+    none.ended("default", RequestTimes(1.0, 0.1, 0.01), "stop")
     assert none.told() == {}
 
 

@@ -8,6 +8,7 @@ import pytest
 from redline.api.config import Limits
 from redline.messages.delta import Delta
 from redline.messages.job import Job
+from tests.api.fake_engine import deliver
 from tests.api.sockets import ASYNCIO, Client, serving
 from tests.api.world import World, asked, ids
 from tests.clocks import FakeClock
@@ -67,7 +68,7 @@ async def test_a_prompt_is_awaited_only_until_its_job_has_gone_on(clock: FakeClo
     def watched(job: Job) -> Iterator[Delta]:
         for delta in letters(job):
             yield delta
-            coming.append(len(world.link.coming))
+            coming.append(len(world.link.prompts))
 
     async with (
         World(watched, max_model_len=2 * LENGTH, resume_s=30.0) as world,
@@ -109,7 +110,7 @@ async def test_an_event_loop_that_was_held_up_pauses_nobody(clock: FakeClock) ->
                 await eventually(lambda: world.engine.jobs)
                 (job,) = world.engine.jobs
                 for delta in burst(job):
-                    world.gateway.deliver(world.link, delta)
+                    deliver(world.gateway, world.link, delta)
                 await client.until(b"[DONE]")
                 assert said(client.got) == WHOLE[:1001]
     assert not world.engine.aborted
@@ -134,5 +135,5 @@ async def test_a_paused_answer_ends_with_its_client(clock: FakeClock) -> None:
                 await eventually(lambda: world.engine.aborted)
                 clock.advance(30)
                 await eventually(lambda: not server.server_state.connections)
-            await eventually(lambda: not world.gateway.under_way)
+            await eventually(lambda: not world.gateway.requests.records)
         assert len(world.engine.jobs) == 1

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from redline.api.app import create_app
 from redline.api.auth.auth_state import AuthState
-from redline.api.telemetry.spans import Spans, open_spans
+from redline.api.telemetry.spans import RequestSpans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer
 from tests.waiting import LIMIT_S
@@ -32,7 +32,7 @@ async def spans_of(path: str, body: object, headers: Mapping[str, str], status: 
     exporter = InMemorySpanExporter()
     async with World(answer("Four.")) as world:
         edge = AuthState(world.config)
-        spans = Spans(SimpleSpanProcessor(exporter))
+        spans = RequestSpans(SimpleSpanProcessor(exporter))
         edge.passages.watchers.append(spans)
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
         async with httpx2.AsyncClient(transport=transport, base_url="http://redline") as client:
@@ -88,7 +88,7 @@ async def test_a_span_that_cannot_be_made_costs_no_answer(caplog: pytest.LogCapt
 
     async with World(answer("Four.")) as world:
         edge = AuthState(world.config)
-        edge.passages.watchers.append(Spans(Raises(Broken())))
+        edge.passages.watchers.append(RequestSpans(Raises(Broken())))
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
         async with httpx2.AsyncClient(transport=transport, base_url="http://redline") as client:
             for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from redline.api.config import Limits
-from redline.api.grammars.grammar_child import Trial, Verdict
+from redline.api.grammars.grammar_child import GrammarTrial, GrammarVerdict
 from redline.api.grammars.trials import LATE_S, SMALL_BYTES, Trials
 from redline.errors import Overloaded
 from tests.clocks import FakeClock
@@ -34,9 +34,9 @@ class Child:
     def __init__(self) -> None:
         self.texts: list[str] = []  # the texts of the trials, in order
         self.kills = 0
-        self._answer: asyncio.Future[Verdict] | None = None
+        self._answer: asyncio.Future[GrammarVerdict] | None = None
 
-    async def ask(self, trial: Trial) -> Verdict:
+    async def ask(self, trial: GrammarTrial) -> GrammarVerdict:
         assert self._answer is None, "one at a time"
         self.texts.append(trial.text)
         self._answer = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class Child:
         finally:
             self._answer = None
 
-    async def answer(self, outcome: Verdict | Exception = Verdict()) -> None:  # noqa: B008
+    async def answer(self, outcome: GrammarVerdict | Exception = GrammarVerdict()) -> None:  # noqa: B008
         assert self._answer is not None, "a trial is waiting"
         if isinstance(outcome, Exception):
             self._answer.set_exception(outcome)
@@ -66,8 +66,8 @@ class World:
         self.kept: list[bytes] = []
         self.trials = Trials(Limits(**limits), [self.any, self.small], lambda key, _: self.kept.append(key))
 
-    async def ask(self, text: str, tenant: str = "", size: int = LARGE) -> asyncio.Task[Verdict]:
-        asked = self.trials.verdict(Trial(text=text), tenant, text.encode(), size)
+    async def ask(self, text: str, tenant: str = "", size: int = LARGE) -> asyncio.Task[GrammarVerdict]:
+        asked = self.trials.verdict(GrammarTrial(text=text), tenant, text.encode(), size)
         task = asyncio.create_task(asked)
         await turns(3)
         return task
@@ -90,7 +90,7 @@ async def test_a_small_grammar_does_not_wait_for_large_ones_of_the_same_key():
         await world.ask(f"large {n}")
     small = await world.ask("small", size=10)
     assert (world.any.texts, world.small.texts) == (["large 0"], ["small"])
-    await world.small.answer(Verdict(text="x"))
+    await world.small.answer(GrammarVerdict(text="x"))
     assert (await small).text == "x"
     assert world.small.texts == ["small"], "large grammars are not tried by the child for small ones"
 
@@ -135,8 +135,8 @@ async def test_too_many_of_one_key_are_refused_and_no_others():
 async def test_the_same_grammar_is_tried_once_for_all_that_ask_meanwhile():
     world = World()
     first, second = await world.ask("x"), await world.ask("x")
-    await world.any.answer(Verdict(text="done"))
-    assert (await first, await second) == (Verdict(text="done"), Verdict(text="done"))
+    await world.any.answer(GrammarVerdict(text="done"))
+    assert (await first, await second) == (GrammarVerdict(text="done"), GrammarVerdict(text="done"))
     assert (world.any.texts, world.kept) == (["x"], [b"x"])
 
 
@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_takes_back_what_has_not_begun_and_leaves_the
     await world.any.answer()
     assert world.kept == [b"running"]
     await world.any.answer()
-    assert await other == Verdict()
+    assert await other == GrammarVerdict()
     assert (world.any.texts, world.any.kills) == (["running", "shared"], 0)
 
 
@@ -162,7 +162,7 @@ async def test_what_a_child_raises_is_its_callers_and_the_next_trial_is_made(err
     with pytest.raises(type(error)):
         await first
     await world.any.answer()
-    assert await second == Verdict()
+    assert await second == GrammarVerdict()
 
 
 async def test_at_the_end_nobody_is_left_waiting():

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from redline.api.http.turns import READS, REQUEST, Turns
+from redline.api.http.turns import READS, REQUEST, ReadQueue
 from tests import waiting
 
 pytestmark = pytest.mark.anyio
@@ -19,7 +19,7 @@ def anyio_backend() -> str:
 class Client:
     """Records what was read in which iteration, and whether reading is paused; each request is one piece."""
 
-    def __init__(self, turns: Turns, clock: list[int], requests: bool = False) -> None:
+    def __init__(self, turns: ReadQueue, clock: list[int], requests: bool = False) -> None:
         self._turns, self._clock, self._requests = turns, clock, requests
         self.read: list[tuple[int, bytes]] = []
         self.waits = False
@@ -43,7 +43,7 @@ async def turn(clock: list[int]) -> None:
 
 async def test_pieces_beyond_a_turns_share_wait_for_the_next_turns_in_order():
     clock = [0]
-    turns = Turns()
+    turns = ReadQueue()
     clients = [Client(turns, clock) for _ in range(2 * READS + 10)]
     for client in clients:
         turns.read(client, b"a")
@@ -58,7 +58,7 @@ async def test_pieces_beyond_a_turns_share_wait_for_the_next_turns_in_order():
 
 async def test_of_whole_requests_fewer_are_begun_in_a_turn():
     clock = [0]
-    turns = Turns()
+    turns = ReadQueue()
     clients = [Client(turns, clock, requests=True) for _ in range(200)]
     for client in clients:
         turns.read(client, b"GET")
@@ -71,7 +71,7 @@ async def test_of_whole_requests_fewer_are_begun_in_a_turn():
 
 async def test_who_comes_while_others_wait_is_not_read_before_them():
     clock = [0]
-    turns = Turns()
+    turns = ReadQueue()
     early = [Client(turns, clock) for _ in range(READS + 1)]
     for client in early:
         turns.read(client, b"a")
@@ -87,7 +87,7 @@ async def test_who_comes_while_others_wait_is_not_read_before_them():
 
 async def test_a_turn_without_anybody_is_not_asked_for():
     clock = [0]
-    turns = Turns()
+    turns = ReadQueue()
     client = Client(turns, clock)
     turns.read(client, b"a")
     for _ in range(3):

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp
 from redline import clock
 from redline.api import app as app_module
 from redline.api.config import ApiConfig, Limits, Sla
-from redline.api.gateway import NO_TARGETS, Gateway
-from redline.api.grammars.grammar_child import _INWARD, Trial, Verdict, verdict_of
+from redline.api.gateway.gateway import NO_TARGETS, Gateway
+from redline.api.grammars.grammar_child import _INWARD, GrammarTrial, GrammarVerdict, verdict_of
 from redline.api.http.server import Server, uvicorn_config
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
@@ -81,7 +81,7 @@ class Here:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    async def ask(self, trial: Trial) -> Verdict:
+    async def ask(self, trial: GrammarTrial) -> GrammarVerdict:
         await asyncio.sleep(0)
         return verdict_of(trial, *_vocabulary(self._tokenizer))
 
@@ -124,14 +124,15 @@ class World:
         resume_s: float = 0.0,
         clock: Callable[[], float] = clock.monotonic,
         targets: Mapping[str, Sla] = NO_TARGETS,
+        replica: str = "",
         **config: Any,
     ) -> None:
         self.engine = FakeEngine(script)
         self.metrics = Metrics(MODEL, itertools.count().__next__)  # each scrape is a new one
-        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets)
+        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets, replica)
         self.link = self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
-        self.gateway._grammars.trials._children = [Here(TOKENIZER), Here(TOKENIZER)]
+        self.gateway.builder.grammars.trials._children = [Here(TOKENIZER), Here(TOKENIZER)]
         self.app: ASGIApp = create_app(self.gateway, self.config)
         kind = {"content-type": "application/json"}  # also for bodies that are given as bytes
         transport = httpx2.ASGITransport(self.app)
@@ -142,6 +143,7 @@ class World:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.gateway.requests.check()
         self.gateway.close()
         await self.gateway.ended()
         await self.client.close()

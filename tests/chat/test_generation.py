@@ -4,27 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from redline.chat.generation import GenerationConfig, generation_config_of
+from redline.chat.generation import generation_config_of
 from redline.errors import ConfigError
+from redline.messages.job import Sampling
 
 
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("{}", GenerationConfig()),
-        ('{"temperature": 0.6, "top_p": 0.95, "top_k": null}', GenerationConfig(temperature=0.6, top_p=0.95)),
-        ('{"do_sample": false}', GenerationConfig(temperature=0.0)),
-        ('{"do_sample": false, "temperature": 0.6}', GenerationConfig(temperature=0.0)),
-        ('{"do_sample": true, "temperature": 0.6}', GenerationConfig(temperature=0.6)),
+        ("{}", Sampling(max_tokens=1)),
+        ('{"temperature": 0.6, "top_p": 0.95, "top_k": null}', Sampling(max_tokens=1, temperature=0.6, top_p=0.95)),
+        ('{"top_k": -1}', Sampling(max_tokens=1)),
+        ('{"do_sample": false}', Sampling(max_tokens=1, temperature=0.0)),
+        ('{"do_sample": false, "temperature": 0.6}', Sampling(max_tokens=1, temperature=0.0)),
+        ('{"do_sample": true, "temperature": 0.6}', Sampling(max_tokens=1, temperature=0.6)),
     ],
 )
-def test_what_the_file_says(tmp_path: Path, text: str, meant: GenerationConfig):
+def test_what_the_file_says(tmp_path: Path, text: str, meant: Sampling):
     (tmp_path / "generation_config.json").write_text(text)
     assert generation_config_of(tmp_path) == meant
 
 
 def test_a_checkpoint_without_the_file(tmp_path: Path):
-    assert generation_config_of(tmp_path) == GenerationConfig()
+    assert generation_config_of(tmp_path) == Sampling(max_tokens=1)
 
 
 def test_a_wrong_value_names_the_file_and_the_field(tmp_path: Path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.cli import app, main
 from redline.cli.bench import round_tables, step_tables
 from redline.cli.bench.round_tables import RoundsConfig, round_cases
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_said_with_its_arithmetic(monkeypatch: pytest.Monke
 
 def overlap_on_a_gpu(**asked: object) -> float | None:
     """The overlap of the only case of these flags."""
-    case: Depth
+    case: DepthCase
     (case,) = step_tables.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
     return case.overlap
 

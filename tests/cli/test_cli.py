@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from redline.cli import app, main
-from redline.cli.bench.speculation_tables import SpeculateConfig
+from redline.cli.bench.steps import SpeculateFlags
 from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine.mine import MineConfig
@@ -25,7 +25,7 @@ from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
 from redline.progress import Working
-from redline.run.fit import Sizes, fit
+from redline.run.fit import MemorySizes, fit
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -203,7 +203,7 @@ def test_doctor_reads_the_headers_of_the_shards_once(tiny: Path, monkeypatch: py
 def test_doctor_prints_every_recorded_shape_with_its_memory():
     from redline.cli import doctor
 
-    sizes = Sizes(shape("kimi-nano"), device="cuda", gpu_kernels=True, max_running=2, positions=4)
+    sizes = MemorySizes(shape("kimi-nano"), device="cuda", gpu_kernels=True, max_running=2, positions=4)
     said = doctor._memory(sizes, 140 << 30, fit(sizes, 140 << 30, alone=True))
     recorded = sizes.recorded_steps(65_536).explain()
     assert len(recorded) == 2 + 2 * 4 * 3
@@ -441,7 +441,7 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
         (
             "bench speculate t --draft d",
             "redline.cli.bench.speculation_tables.run",
-            SpeculateConfig(folder="t", draft="d"),
+            SpeculateFlags(folder="t", draft="d"),
         ),
     ],
 )

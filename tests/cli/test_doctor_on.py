@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from redline.bench.step.machines import machine
-from redline.bench.step.predict import SHORT, TOKENS, Machines
+from redline.bench.step.predict import SHORT, TOKENS, PredictedRanks
 from redline.cli import app
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
@@ -40,7 +40,7 @@ def test_eight_ranks_hold_the_model_and_each_line_has_its_arithmetic(on: str, co
     assert "60 layers x 384 experts x 44,040,192 x 4.5 bits / 8 ranks = 71.35 GB" in words
     assert f"the sum: {weight_bytes(KIMI_K26, 8) / 1e9:.2f} GB of 594.21 GB" in words
     assert "does not fit" not in words
-    machines = Machines(KIMI_K26, machine(on))
+    machines = PredictedRanks(KIMI_K26, machine(on))
     table = summary(text)
     for tokens in TOKENS:
         step = machines.step(tokens, 1, SHORT)

@@ -80,11 +80,11 @@ def test_workers_are_told_of_replicas_and_replicas_of_workers_whoever_comes_firs
 def test_what_becomes_of_a_worker_is_told_every_replica(world: World) -> None:
     start = world.replica("a")
     link = world.fleet.join("w", MemoryChannel())
-    world.fleet.take(link, [READY, Heartbeat()])
+    world.fleet.receive(link, [READY, Heartbeat()])
     assert world.fleet.ready is not None
     world.fleet.drain(link)
-    world.fleet.lose(link, "it is replaced", asked=True)
-    world.fleet.lose(link, "again")
+    world.fleet.mark_down(link, "it is replaced", asked=True)
+    world.fleet.mark_down(link, "again")
     draining, lost = (roster.starts[0] for roster in told(start.outbox, Roster)[-2:])
     assert (draining.draining, draining.lost) == (True, None)
     assert (lost.lost, lost.asked) == ("it is replaced", True)
@@ -103,7 +103,7 @@ def test_who_has_missed_a_roster_is_told_it_again(world: World) -> None:
 def test_a_worker_that_a_replica_does_not_hear_of_is_told_of_it_again(world: World) -> None:
     start, outbox = world.replica("a"), MemoryChannel()
     link = world.fleet.join("w", outbox)
-    world.fleet.take(link, [READY])
+    world.fleet.receive(link, [READY])
     (first,) = told(outbox, Replicas)
     (*_, roster) = told(start.outbox, Roster)
     world.says(start, roster.number)

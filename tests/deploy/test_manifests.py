@@ -11,7 +11,7 @@ import typer
 import yaml
 
 from redline.cli import app
-from redline.cli.deploy import manifests
+from redline.cli.deploy import ManifestsFlags, manifests
 from redline.deploy.by_ray import bundle_of
 from redline.deploy.config import read
 from redline.deploy.manifests import Around, as_yaml, rendered
@@ -170,7 +170,7 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_example_is_rendered_as_the_file_that_is_kept(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The output of `redline manifests examples/pools.toml --image redline:cuda --kind KIND`."""
-    manifests(ROOT / "examples" / "pools.toml", "redline:cuda", kind)
+    manifests(ManifestsFlags(source=ROOT / "examples" / "pools.toml", image="redline:cuda", kind=kind))
     assert capsys.readouterr().out == (GOLDEN / f"{kind}.yaml").read_text()
 
 

@@ -245,7 +245,7 @@ def test_answers_are_those_of_one_alone_whichever_replica_gives_them(two: Server
 
 
 def test_each_replica_knows_the_pages_that_a_worker_has_of_a_conversation_that_another_began(two: Server) -> None:
-    """The choice of a worker also depends on measured step times: see tests/router/test_choose.py."""
+    """The choice of a worker also depends on measured step times: see tests/router/test_placement.py."""
     with connected(two) as ((first,), (other,)):
         for number, (asks, returns) in enumerate(((first, other), (other, first))):
             text = f"Chapter {number}. " + "The river runs by the house and on to the sea. " * 30

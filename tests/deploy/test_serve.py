@@ -25,13 +25,14 @@ import uvloop
 from openai import APIError, OpenAI
 from rich.console import Console
 
-from redline.api.gateway import Gateway
+from redline.api.gateway.worker_monitor import WorkerMonitor
 from redline.deploy import serve as fleet
 from redline.deploy.config import ServeConfig
 from redline.deploy.process import STOP_SIGNALS
 from redline.deploy.serve import serve
 from redline.errors import ConfigError
 from redline.limits import open_files
+from redline.messages.news import Ready
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
 from tests import forked
@@ -326,12 +327,13 @@ def test_a_server_that_is_told_to_end_while_workers_load_drains_where_one_serves
 
         replace = turn = None
 
-        def __init__(self, config: ServeConfig, gateway: Gateway, *_: object) -> None:
-            self._gateway = gateway
+        def __init__(self, config: ServeConfig, monitor: WorkerMonitor, *_: object) -> None:
+            self._monitor = monitor
 
         async def start(self, stop: asyncio.Event, _: object) -> None:
             if serves:
-                FakeEngine(say([])).serve(self._gateway)
+                worker = self._monitor.join("worker", FakeEngine(say([])), "both", 1)
+                self._monitor.receive(worker, [Ready(max_model_len=512, pages=8, fingerprint="", summary="")])
             stop.set()
 
         async def given_up(self) -> None:

@@ -61,7 +61,7 @@ def test_a_folder_and_flags_are_shown_with_who_said_what(tmp_path: Path):
     assert remarks["weights"] == "argument"
     assert {remarks[key] for key in ("port", "kv_memory", "type", "tokens")} == {"flag"}
     assert {remarks[key] for key in ("host", "kv_dtype", "adaptive")} == {"default"}
-    assert remarks["max_model_len"] == "default: the longest that fits"
+    assert remarks["max_model_len"] == "default: whatever fits"
     assert (read(write(tmp_path, text), {})).engine == read(tmp_path, flags).engine
 
 
@@ -73,7 +73,7 @@ def test_a_file_is_named_where_it_said_so(tmp_path: Path):
 
 
 def test_every_key_that_can_be_absent_says_what_holds_then(tmp_path: Path):
-    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "steer", "cluster", "events"}
+    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "workers.engine", "steer", "cluster", "events"}
     text = as_toml(read(tmp_path, {"engine.speculation": "suffix"}), tmp_path, {})
     shown = {line.strip("# ").partition(" =")[0] for line in text.splitlines()}
     tables = {"per_key", "requests", "handoff", "sla", "steer", "engine", "cluster", "events", "workers"}

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from redline.api.config import Sla
-from redline.api.gateway import Gateway
+from redline.api.gateway.active_requests import ActiveRequests
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.deploy.autoscaler import AGAIN_S
@@ -16,7 +17,7 @@ from redline.deploy.role_controller import CONFIRM, LEAST_REQUESTS, Measured, St
 from redline.deploy.supervisor import WorkerStatus
 from redline.errors import RedlineError
 from redline.messages.news import STEP_SIZES, Heartbeat, Load, Ready, Role, TimedStep
-from redline.policy.expected import Asked, Roles, Traffic
+from redline.policy.expected import RequestTokens, Roles, Traffic
 from redline.router.roles import is_done, refusal
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
@@ -73,10 +74,10 @@ class Fleet:
 
     def serves(self, name: str, role: Role) -> None:
         """Make a worker ready."""
-        epoch = 1 + sum(link.name == name for link in self.gateway.links)
+        epoch = 1 + sum(link.name == name for link in self.gateway.workers)
         link = FakeEngine(lambda _: ()).serve(self.gateway, name=name, role=role, epoch=epoch)
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows")
-        self.gateway.deliver(link, Heartbeat())
+        self.gateway.monitor.receive(link, [Heartbeat()])
 
     @property
     def seats(self) -> list[WorkerStatus]:
@@ -89,13 +90,13 @@ class Fleet:
 
     def spare(self, name: str) -> str | None:
         self.states[name] = WorkerStatus(name, "ending", spare=True)
-        self.gateway.drain(next(link for link in self.gateway.links if link.name == name))
+        self.gateway.monitor.drain(next(link for link in self.gateway.workers if link.name == name))
         return None
 
     def turn(self, name: str, role: Role) -> str | None:
-        link = next(link for link in self.gateway.links if link.name == name)
-        if (why_not := refusal(self.gateway.links, link, role)) is None:
-            self.gateway.turn(link, role)
+        link = next(link for link in self.gateway.workers if link.name == name)
+        if (why_not := refusal(self.gateway.workers, link, role)) is None:
+            self.gateway.monitor.switch_role(link, role)
             self.turned.append((name, role))
         return why_not
 
@@ -111,21 +112,21 @@ class Fleet:
         end = self.now
         for number in range(int(per_s * seconds)):
             self.now = end - seconds + number / per_s
-            came = self.gateway.lately.came("default", prompt)
+            came = self.gateway.history.add("default", prompt)
             came.output, came.ended = output, True
         self.now = end
         self.heard()
 
     def heard(self) -> None:
-        for link in self.gateway.links:
+        for link in self.gateway.workers:
             if link.ready is not None:
-                self.gateway.deliver(link, Heartbeat())
+                self.gateway.monitor.receive(link, [Heartbeat()])
 
     def settle(self) -> None:
         """Complete the role switches that are done."""
-        for link in self.gateway.links:
-            if link.turning is not None and is_done(link, self.gateway.answers_of(link)):
-                link.turning = None
+        for link in self.gateway.workers:
+            if link.switching_since is not None and is_done(link, len(self.gateway.requests.at(link))):
+                link.switching_since = None
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -173,7 +174,7 @@ async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> N
     promised = {"default": Sla(ttft_ms=20_000, itl_ms=40)}
     for step_ms, changes in ((None, True), (60.0, False)):
         fleet = Fleet("both", "both", "both", "both", sla=promised)
-        for link in fleet.gateway.links:
+        for link in fleet.gateway.workers:
             assert link.ready is not None
             link.ready = msgspec.structs.replace(link.ready, step_ms=step_ms)
         fleet.measure()
@@ -219,9 +220,9 @@ async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch
     fleet = Fleet("both", "both", "both", "both")
     fleet.measure()
     fleet.comes(prompt=1000, output=100, per_s=4)
-    writes, waits = (fleet.gateway.lately.came("default", prompt) for prompt in (500, 700))
+    writes, waits = (fleet.gateway.history.add("default", prompt) for prompt in (500, 700))
     writes.output = 40
-    monkeypatch.setattr(Gateway, "under_way", property(lambda _: [writes, waits]))
+    monkeypatch.setattr(ActiveRequests, "records", property(lambda _: [writes, waits]))
     played: list[Traffic] = []
 
     async def tried(traffic: Traffic, *_: object) -> Mapping[Roles, float]:
@@ -230,7 +231,7 @@ async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("redline.deploy.role_controller.tried", tried)
     await fleet.steering.look()
-    assert played[0].under_way == [Asked(540, 0, 60, "default"), Asked(0, 700, 100, "default")]
+    assert played[0].under_way == [RequestTokens(540, 0, 60, "default"), RequestTokens(0, 700, 100, "default")]
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
@@ -239,7 +240,7 @@ async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
     fleet.comes(prompt=1000, output=100, per_s=4)
     for _ in range(CONFIRM):
         await fleet.steering.look()
-    fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "d"), "it has ended")
+    fleet.gateway.monitor.mark_down(next(link for link in fleet.gateway.workers if link.name == "d"), "it has ended")
     fleet.passes(5)
     assert "the next switch is possible in 25 s" in (await fleet.steering.look()).why
     assert fleet.turned == [("a", "prefill")]
@@ -296,8 +297,8 @@ async def test_without_enough_traffic_or_measured_steps_nothing_is_concluded() -
 
 async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_at_once() -> None:
     fleet = Fleet("prefill", "decode", "prefill")
-    link = next(link for link in fleet.gateway.links if link.name == "b")
-    fleet.gateway.lose(link, "it has ended")
+    link = next(link for link in fleet.gateway.workers if link.name == "b")
+    fleet.gateway.monitor.mark_down(link, "it has ended")
     decision = await fleet.steering.look()
     assert (decision.worker, decision.role) == ("a", "decode")
     assert decision.why == "no other worker can answer"
@@ -305,7 +306,7 @@ async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_
 
 async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
     fleet = Fleet("both", "both", "both", "both")
-    for link in fleet.gateway.links:
+    for link in fleet.gateway.workers:
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="")
     fleet.measure()
     fleet.comes(prompt=1000, output=100, per_s=4)
@@ -367,12 +368,14 @@ async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() ->
     for name in "wx":
         fleet.states[name] = WorkerStatus(name, "ready", spare=True)
         fleet.serves(name, "both")
-    for link in fleet.gateway.links:
+    for link in fleet.gateway.workers:
         link.jobs = {"a": 0, "w": 2, "x": 1}[link.name]
     assert await look(fleet, 13) == [""] * 12 + ["x ends"], "it has less to end, and the one without any runs always"
     assert (await fleet.steering.look()).why.endswith("but x is still draining")
     fleet.states["x"] = WorkerStatus("x", "idle", spare=True)
-    fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "x"), "not wanted", asked=True)
+    fleet.gateway.monitor.mark_down(
+        next(link for link in fleet.gateway.workers if link.name == "x"), "not wanted", asked=True
+    )
     assert await look(fleet, 1) == ["w ends"]
     fleet.states["w"] = WorkerStatus("w", "idle", spare=True)
     assert await look(fleet, 3) == [""] * 3
@@ -382,7 +385,7 @@ async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> No
     fleet = Fleet("both", spares=1, spare_s=60.0)
     fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "both")
-    first = next(iter(fleet.gateway.links))
+    first = next(iter(fleet.gateway.workers))
     first.load = msgspec.structs.replace(load(1), waiting=8)
     assert await look(fleet, 20, seconds=10) == [""] * 20
     first.load = msgspec.structs.replace(load(2), waiting=7)

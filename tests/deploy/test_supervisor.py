@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.deploy import process, supervised_process, supervisor
 from redline.deploy.config import ServeConfig, Workers
 from redline.deploy.supervised_process import MOST_ENDS
@@ -70,7 +70,7 @@ class Crew:
     """A supervisor of workers that load until the test makes them ready or ends them."""
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
-        self.supervisor = Supervisor(config, gateway, sockets)
+        self.supervisor = Supervisor(config, gateway.monitor, sockets)
         self.stop = asyncio.Event()
         self._gateway = gateway
         self._started: dict[str, Alive] = {}
@@ -89,9 +89,9 @@ class Crew:
 
     async def ready(self, name: str, epoch: int = 1) -> Alive:
         process = await self.started(name, epoch)
-        (link,) = (link for link in self._gateway.links if link.name == name)
+        (link,) = (link for link in self._gateway.workers if link.name == name)
         said = Ready(max_model_len=64, pages=8, fingerprint="tiny", summary="a fake")
-        self._gateway.take(link, [said])
+        self._gateway.monitor.receive(link, [said])
         await eventually(lambda: self.state(name) == "ready", name)
         return process
 
@@ -102,7 +102,7 @@ class Crew:
 @asynccontextmanager
 async def crew(monkeypatch: pytest.MonkeyPatch, sockets: Path, **config: Any) -> AsyncIterator[Crew]:
     async with World(answer("a"), resume_s=5.0) as world:
-        world.gateway.lose(world.link, "not used")
+        world.gateway.monitor.mark_down(world.link, "not used")
         made = Crew(ServeConfig(weights="", **config), world.gateway, sockets)
         monkeypatch.setattr(supervisor, "start_worker", lambda config, _: config)
         monkeypatch.setattr(supervisor, "LocalProcess", made.process)
@@ -127,7 +127,7 @@ async def test_a_worker_that_is_killed_during_its_first_load_is_started_again_wh
         assert not starting.done(), "the other one still loads"
         (await two.started("worker-1", 1)).kill()
         assert await starting is not None
-        (link,) = (link for link in two._gateway.links if link.name == "worker-0")
+        (link,) = (link for link in two._gateway.workers if link.name == "worker-0")
         assert link.lost is None, "the worker that serves stays up"
         (await two.started("worker-1", 2)).kill()
         await two.ready("worker-1", 3)
@@ -234,14 +234,14 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
     monkeypatch.setattr(supervisor, "start_worker", start)
     monkeypatch.setattr(supervised_process, "AGAIN_S", 0.001)
     async with World(answer("a"), resume_s=5.0) as world:
-        one = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
-        world.gateway.lose(world.link, "not used")
+        one = Supervisor(ServeConfig(weights=""), world.gateway.monitor, tmp_path / "sockets")
+        world.gateway.monitor.mark_down(world.link, "not used")
         why = await given_up(one)
         assert start.epochs == list(range(1, MOST_ENDS + 1))
         assert start.alone == {True}, "there is one worker"
         assert "could not be started: [Errno 11]" in why
-        assert world.gateway.links.lost is not None, "waiting clients get the error"
-        assert [link.lost is not None for link in world.gateway.links] == [True]
+        assert world.gateway.workers.lost is not None, "waiting clients get the error"
+        assert [link.lost is not None for link in world.gateway.workers] == [True]
 
 
 async def test_a_worker_that_could_not_be_started_once_is_started_again(
@@ -250,8 +250,8 @@ async def test_a_worker_that_could_not_be_started_once_is_started_again(
     start = NoProcess()
     monkeypatch.setattr(supervisor, "start_worker", start)
     async with World(answer("a"), resume_s=5.0) as world:
-        world.gateway.lose(world.link, "not used")
-        all_ = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
+        world.gateway.monitor.mark_down(world.link, "not used")
+        all_ = Supervisor(ServeConfig(weights=""), world.gateway.monitor, tmp_path / "sockets")
         all_._proven.set()
         one = all_.workers[0]
         life = asyncio.create_task(one.live())
@@ -268,8 +268,8 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
     monkeypatch.setattr(supervisor, "start_worker", start)
     config = ServeConfig(weights="", workers=(Workers(count=2, least=1),))
     async with World(answer("a"), resume_s=5.0) as world:
-        world.gateway.lose(world.link, "not used")
-        all_ = Supervisor(config, world.gateway, tmp_path / "sockets")
+        world.gateway.monitor.mark_down(world.link, "not used")
+        all_ = Supervisor(config, world.gateway.monitor, tmp_path / "sockets")
         one = all_.workers[1]
         life = asyncio.create_task(one.live())
         await turns(20)

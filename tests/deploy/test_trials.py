@@ -9,8 +9,8 @@ import pytest
 
 from redline.deploy import trials
 from redline.errors import RedlineError
-from redline.policy.expected import Asked, Roles, Traffic
-from redline.policy.roles import Fleet
+from redline.policy.expected import RequestTokens, Roles, Traffic
+from redline.policy.roles import FleetRoles
 from redline.policy.targets import Targets
 from redline.simulate import fleet as played
 from redline.simulate.models import KIMI_8_H200
@@ -20,7 +20,9 @@ from tests.waiting import eventually, turns
 pytestmark = pytest.mark.anyio
 
 TARGETS = {"": Targets(ttft_s=1.0), "batch": Targets(itl_s=0.05)}
-TRAFFIC = Traffic(4.0, [Asked(100, 2000, 200), Asked(0, 30_000, 50, "batch")], [Asked(0, 9000, 100)])
+TRAFFIC = Traffic(
+    4.0, [RequestTokens(100, 2000, 200), RequestTokens(0, 30_000, 50, "batch")], [RequestTokens(0, 9000, 100)]
+)
 SPLITS = Roles(both=4), Roles(prefill=1, decode=3)
 
 
@@ -38,7 +40,7 @@ def busy_machines_have_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ask() -> dict[Roles, float]:
-    return await trials.tried(TRAFFIC, Fleet(4, KIMI_8_H200), TARGETS, SPLITS)
+    return await trials.tried(TRAFFIC, FleetRoles(4, KIMI_8_H200), TARGETS, SPLITS)
 
 
 async def test_a_process_says_what_playing_it_here_says() -> None:
@@ -47,7 +49,7 @@ async def test_a_process_says_what_playing_it_here_says() -> None:
 
 async def test_a_process_that_ends_with_an_error_is_said() -> None:
     with pytest.raises(RedlineError, match="simulation of roles ended with code 1"):
-        await trials.tried(TRAFFIC._replace(rate=0.0), Fleet(4, KIMI_8_H200), TARGETS, SPLITS)
+        await trials.tried(TRAFFIC._replace(rate=0.0), FleetRoles(4, KIMI_8_H200), TARGETS, SPLITS)
 
 
 async def test_one_that_takes_too_long_or_whose_server_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

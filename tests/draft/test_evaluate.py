@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from redline.draft import evaluate as module
-from redline.draft.evaluate import Asked, EvalConfig, agree, evaluate, first_draft_check
+from redline.draft.evaluate import EvalConfig, TokenizedPrompt, agree, evaluate, first_draft_check
 from redline.draft.mine.difficulty import Scores, Serving
 from redline.errors import ConfigError
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
-from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
+from redline.worker.acceptance import DraftRound, Spoken, acceptance_length, by_position, perfect, spoken
 
 CONFIG = EvalConfig(target="t", draft="d", prompts="p", k=(3,), modes=("greedy",), rounds=0, offline=0)
 
@@ -30,7 +30,7 @@ def delta(*tokens: int, proposed: int = 0, accepted: int = 0, **more: Any) -> De
 
 def test_a_round_is_a_row_that_verified_drafts_and_the_first_token_is_of_none():
     answer = spoken("a", "code", [1, 2], [delta(3), delta(4, 5, proposed=3, accepted=1), delta(6, finish="length")])
-    assert answer.rounds == (Round(3, 3, 1),)
+    assert answer.rounds == (DraftRound(3, 3, 1),)
     assert (answer.tokens, answer.rows, answer.finish) == ((1, 2, 3, 4, 5, 6), 2, "length")
     assert acceptance_length([answer.rounds]).mean == 2
 
@@ -38,27 +38,29 @@ def test_a_round_is_a_row_that_verified_drafts_and_the_first_token_is_of_none():
 def test_drafts_behind_the_end_are_not_counted():
     """The stop token is the first of the row's tokens; two more accepted draft tokens follow it."""
     answer = spoken("a", "code", [1], [delta(2), delta(9, proposed=3, accepted=3, finish="stop")])
-    assert answer.rounds == (Round(2, 3, 1),)
+    assert answer.rounds == (DraftRound(2, 3, 1),)
 
 
 def test_the_interval_is_over_prompts_and_holds_the_mean():
-    rounds = [[Round(5, 3, 3)] * 10] * 20 + [[Round(5, 3, 0)] * 10] * 20
+    rounds = [[DraftRound(5, 3, 3)] * 10] * 20 + [[DraftRound(5, 3, 0)] * 10] * 20
     found = acceptance_length(rounds)
     assert found.mean == 2.5
     assert found.low < 2.5 < found.high
     assert found.high - found.low > 0.5, "prompts are resampled whole, because their rounds are correlated"
-    assert acceptance_length([[Round(5, 3, 2)]] * 9)[:3] == (3, 3, 3)
+    assert acceptance_length([[DraftRound(5, 3, 2)]] * 9)[:3] == (3, 3, 3)
     assert math.isnan(acceptance_length([[], []]).mean)
 
 
 def test_each_place_counts_the_rounds_that_proposed_so_many():
-    assert by_position([[Round(5, 3, 3), Round(9, 3, 1), Round(11, 1, 0)]], 3) == pytest.approx([2 / 3, 1 / 2, 1 / 2])
+    assert by_position([[DraftRound(5, 3, 3), DraftRound(9, 3, 1), DraftRound(11, 1, 0)]], 3) == pytest.approx(
+        [2 / 3, 1 / 2, 1 / 2]
+    )
 
 
 @pytest.mark.parametrize(("finish", "last"), [("stop", 2), ("length", 1)])
 def test_a_perfect_drafter_loses_only_at_the_end(finish: Any, last: int):
     answer = Spoken("a", "code", tuple(range(13)), 2, finish, (), 0)  # 10 tokens after the answer's first
-    assert perfect(answer, 3) == [Round(3, 3, 3), Round(7, 3, 3), Round(11, last, last)]
+    assert perfect(answer, 3) == [DraftRound(3, 3, 3), DraftRound(7, 3, 3), DraftRound(11, last, last)]
 
 
 # ---------------------------------------------------------------------------------------------------------- engine
@@ -86,8 +88,8 @@ class FakeEngine:
     def __exit__(self, *_: object) -> None: ...
 
 
-def asked(domain: str, count: int) -> list[Asked]:
-    return [Asked(f"{domain} {number}", domain, "en", (1, 2, 3)) for number in range(count)]
+def asked(domain: str, count: int) -> list[TokenizedPrompt]:
+    return [TokenizedPrompt(f"{domain} {number}", domain, "en", (1, 2, 3)) for number in range(count)]
 
 
 def test_lengths_come_by_domain_with_rounds_and_ceiling():

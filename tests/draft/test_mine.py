@@ -11,9 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from redline.chat.generation import GenerationConfig
 from redline.draft.corpus.corpus import Example, read_examples
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.target import TargetModel
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import answer_tokens, choose, mix, uniform, weights, window
@@ -22,6 +21,7 @@ from redline.draft.mine.mine import MineConfig
 from redline.draft.mine.mine import run as mine
 from redline.draft.mine.teacher_forcing import TeacherForcing, _like_lengths
 from redline.errors import ConfigError
+from redline.messages.job import Sampling
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import kernel_config, prompt
@@ -128,7 +128,7 @@ def test_sequences_behind_one_another_are_scored_as_each_alone(monkeypatch: pyte
 
 def test_a_gpus_groups_of_like_lengths_find_what_one_sequence_at_a_time_finds(tmp_path: Path):
     random_checkpoint(tmp_path, kernel_config())
-    target = Target.open(tmp_path, torch.device("cpu"))
+    target = TargetModel.open(tmp_path, torch.device("cpu"))
     torch.manual_seed(0)
     forcing = TeacherForcing(target, Eagle3(Eagle3Config.for_target(target.config, layer_ids=target.layer_ids)))
     examples = [
@@ -354,7 +354,7 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
     traced = read_examples(tmp_path / "traced.jsonl")
     monkeypatch.setattr("redline.draft.mine.mine.read_traces", lambda *names: traced)
     monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)
-    monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: GenerationConfig())
+    monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: Sampling(max_tokens=1))
     refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
     monkeypatch.setattr(TeacherForcing, "open", lambda *given: refuses)
     seen: list[str] = []

@@ -19,7 +19,7 @@ from redline.draft import evaluate
 from redline.draft import recipe as module
 from redline.draft.mine.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
-from redline.draft.stages import Stage, fill, run_stages, seconds_of, stamp_of
+from redline.draft.stages import RecipeStage, fill, run_stages, seconds_of, stamp_of
 from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.model.eagle3.module import Eagle3
@@ -55,7 +55,7 @@ def kitchen(tmp_path: Path) -> tuple[Callable[..., int], list[str]]:
 
     def serve(first: int = 0, second: int = 0, **soup: int) -> int:
         stages = [
-            Stage(
+            RecipeStage(
                 name,
                 Cook(out=str(tmp_path / name), salt=salt, **more),
                 cook,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from redline.kernels.cpu import native
-from redline.kernels.record import Record, layout_check, record
+from redline.kernels.record import ArgumentStruct, layout_check, record
 
 SOURCE = """
 // struct Row { int commented_out; };
@@ -48,7 +48,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def declared(tmp_path: Path, fields: str) -> type[Record]:
+def declared(tmp_path: Path, fields: str) -> type[ArgumentStruct]:
     path = tmp_path / "given.h"
     path.write_text(f"struct Given {{ {fields} }};")
     return record(path, "Given")

@@ -102,7 +102,7 @@ def test_texts_fill_what_the_api_keeps_and_no_engine_hears_of_them():
                 reply = await served.http.post("/v1/chat/completions", content=request)
                 assert reply.status_code == 400
                 assert reply.json()["error"]["code"] == "context_length_exceeded"
-            assert most - 10_000 < served.gateway._known.bytes <= most  # pyright: ignore[reportPrivateUsage]
+            assert most - 10_000 < served.gateway.encoder.known.bytes <= most  # pyright: ignore[reportPrivateUsage]
             assert served.engine.jobs == []
 
     asyncio.run(fill())

@@ -30,14 +30,14 @@ from lab.golden import (
     template,
 )
 from lab.trees import MODEL, ROOT
-from redline.bench.quality.prompts import Prompt, read_sets
+from redline.bench.quality.prompts import EvalPrompt, read_sets
 from redline.chat.lines import Turn
 from redline.errors import ConfigError
 from tests.lab.fake_tree import fake_model, fake_tree
 
 
-def prompt(kind: str, text: str = "Hello") -> Prompt:
-    return Prompt(kind=kind, messages=(Turn(role="user", content=text),), check={"number": 1})
+def prompt(kind: str, text: str = "Hello") -> EvalPrompt:
+    return EvalPrompt(kind=kind, messages=(Turn(role="user", content=text),), check={"number": 1})
 
 
 def answered(body: dict[str, Any], status: int = 200) -> Reply:

@@ -5,6 +5,7 @@ generated tokens one by one, which use the absorbed form of attention.
 """
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +59,16 @@ NANO = {
     "intermediate_size": 768,
     "vocab_size": 4096,
 }
+GROUPS = {"n_routed_experts": 32, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+DEEPSEEK = kernel_config(
+    **GROUPS,
+    num_hidden_layers=5,
+    first_k_dense_replace=3,
+    routed_scaling_factor=2.5,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    yarn=Yarn(40.0, 32.0, 1.0, 1.0, 1.0, original_max_position_embeddings=64),
+)
 CASES = {
     "K2, INT4, one head": Case(kernel_config(**K2_ROPE, num_attention_heads=1), "int4", "k2"),
     "K2, FP8, two heads": Case(kernel_config(**K2_ROPE, num_attention_heads=2), "fp8", "k2"),
@@ -69,6 +80,10 @@ CASES = {
     "weights of experts not normalised": Case(kernel_config(**K25_ROPE, norm_topk_prob=False)),
     "sizes that no kernel takes": Case(tiny_config()),
     "Kimi-Nano's sizes": Case(kernel_config(**K25_ROPE, **NANO)),
+    "DeepSeek-V3, bf16": Case(DEEPSEEK, "bf16", "deepseek"),
+    "DeepSeek-V3, FP8": Case(DEEPSEEK, "fp8", "deepseek"),
+    "DeepSeek-V3, 256 experts": Case(replace(DEEPSEEK, n_routed_experts=256), "bf16", "deepseek"),
+    "DeepSeek-V3, sizes that no kernel takes": Case(tiny_config(**GROUPS), "bf16", "deepseek"),
 }
 BUNDLED = Path(__file__).parents[2] / "models" / "kimi-nano"
 

@@ -154,7 +154,7 @@ UNDEFINED = {
     "sort_pairs": _sort_pairs,
     "embed": _squares,
     "project_out": _squares,
-    "sum_ranks": _squares,
+    "all_reduce": _squares,
     "experts_down": _squares,
     "project_a": _project_a,
     "attend": _attend,

@@ -125,15 +125,15 @@ def test_pages_below_the_cache_come_back_to_every_rank(
     engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # always fetch all pages
     store = engine.tiers.store
     assert counted(tiers.run(engine, jobs(folder)), expected, near=1e-3) == 0
-    for tier, room in (("host", store._room), ("disk", store._room), ("disk", lambda: None)):
+    for tier, room in (("host", store._tables.room), ("disk", store._tables.room), ("disk", lambda: None)):
         engine.planner.forget_idle()
         store.flush(tiers.WAIT_S)
         if tier == "disk":
-            for hash in [*store._host.clean]:
-                store._host.drop(hash)
+            for hash in [*store._tables.host.clean]:
+                store._tables.host.drop(hash)
         before = tiers.tier(engine, tier).hit_tokens
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(store, "_room", room)
+            patch.setattr(store._tables, "room", room)
             again = tiers.run(engine, jobs(folder))
         assert tiers.tier(engine, tier).hit_tokens - before >= 64 * (len(again) - 1)
         assert counted(again, expected, near=1e-3) == 0

@@ -277,13 +277,13 @@ def test_what_a_handoff_says_of_its_pages_holds_for_every_parcel(
     """A job that was pre-empted continues with other pages than those already sent."""
     both = Pair(*(opened(monkeypatch, recorded=False) for _ in range(2)))
     planner, left = both.computes.engine.planner, iter(range(4))
-    computed = planner.computed
+    computed = planner.transfers.computed
 
     def first_otherwise(id: JobId) -> Computed | None:
         now = computed(id)
         return now if now is None or lacks is None or next(left, None) is None else now._replace(**{lacks: False})
 
-    monkeypatch.setattr(planner, "computed", first_otherwise)
+    monkeypatch.setattr(planner.transfers, "computed", first_otherwise)
     asked = job("asked", few(1, 320), max_tokens=20, logprobs=None)
     try:
         both.run([asked])

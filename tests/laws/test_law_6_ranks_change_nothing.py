@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RankLost, WorkerLost
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.inputs import Chunk, Inputs
 from redline.messages.codec import Wire
 from redline.messages.job import PAGE_TOKENS, Grammar, Job
@@ -35,7 +36,7 @@ from redline.run import runner
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
-from redline.worker.drawn import Comparison
+from redline.worker.drawn import DigestComparison
 from redline.worker.engine import EngineCore
 from tests import forked
 from tests.lost_ranks import at_step
@@ -122,6 +123,16 @@ def test_states_are_those_of_one_rank_and_the_same_on_all(
     assert all(torch.equal(got[0], other) for other in got), "the ranks' bits differ"
     for values, expected in zip(*(both.split(tiny.config.vocab_size, 1) for both in (got[0], want)), strict=True):
         assert (values - expected).abs().max() <= bound * expected.abs().max()
+
+
+def test_ranks_that_route_within_groups_have_the_states_of_one(tmp_path: Path) -> None:
+    groups = replace(eight_heads(), n_routed_experts=32, num_experts_per_tok=8, n_group=8, topk_group=4)
+    random_checkpoint(tmp_path, groups, quantization="fp8", layout="deepseek")
+    deepseek = Checkpoint.open(tmp_path)
+    want = states_of(cpu.load(deepseek, CPU), torch.float32)
+    got = together(tmp_path / "meet", 2, lambda group: states_of(cpu.load(deepseek, CPU, group=group), torch.float32))
+    assert torch.equal(got[0], got[1]), "the ranks' bits differ"
+    assert (got[0] - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 def test_a_slice_that_is_another_ranks_is_noticed(tiny: Checkpoint, tmp_path: Path) -> None:
@@ -367,7 +378,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
             return [Step(number=1)]
 
     with pytest.raises(MemoryError, match="no room"):
-        follower._obey(Failing(), Told(), Comparison(1), None)  # type: ignore[arg-type]
+        follower._obey(Failing(), Told(), DigestComparison(1), None)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from nano.data_tools import GENERATORS, families, held_name
 from nano.data_tools_topics import FRAMES, HELD_FRAMES, HELD_NOUNS, HELD_TOPICS, NOUNS, TOPICS
 from nano.sample import Sample, Split
-from redline.bench.quality.checks import Call, grade
+from redline.bench.quality.checks import GradedCall, grade
 
 SPLITS: tuple[Split, ...] = ("train", "values", "families")
 
@@ -52,7 +52,7 @@ def test_calls_fit_their_declaration_in_its_order_and_ids_count_up(kind: str, sp
 def test_the_check_accepts_the_samples_own_answer(kind: str, split: Split) -> None:
     for sample in draw(kind, split, 100):
         last = sample.messages[-1]
-        made: list[Call] = [call["function"] for call in last.get("tool_calls", [])]
+        made: list[GradedCall] = [call["function"] for call in last.get("tool_calls", [])]
         assert sample.check
         assert all(value not in ([], "") for value in sample.check.values()), sample
         assert grade(sample.check, last["content"], made).ok, sample

@@ -24,7 +24,7 @@ from nano.draft_store import pack
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.prompts import read_prompts
 from redline.draft.mine.difficulty import Scores
-from redline.worker.acceptance import Round, Spoken
+from redline.worker.acceptance import DraftRound, Spoken
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
 
@@ -34,7 +34,7 @@ def setup_in(folder: Path) -> Setup:
 
 
 def test_an_answer_counts_its_rounds_and_those_of_a_perfect_drafter() -> None:
-    rounds = (Round(6, 3, 3), Round(10, 3, 0), Round(11, 3, 1))
+    rounds = (DraftRound(6, 3, 3), DraftRound(10, 3, 0), DraftRound(11, 3, 1))
     answer = Spoken("a", "code", tuple(range(13)), 5, "stop", rounds, 3)
     found = counted(answer)
     assert (found.rounds, found.tokens) == (3, 7)

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from redline.policy.chunks import SHARE, Answers, Prompt, chunk_tokens, work_of
+from redline.policy.chunks import SHARE, Answers, PrefillLeft, chunk_tokens, work_of
 from redline.policy.pairs import Work
 
 ONE = Answers(rows=1)
-LONG = Prompt(5000)
+LONG = PrefillLeft(5000)
 
 
 def ms(work: Work) -> float:
@@ -48,27 +48,27 @@ def test_where_nobody_has_a_share_nothing_is_chosen(most: int) -> None:
 
 
 def test_prompts_that_end_in_the_step_take_no_more_than_they_have() -> None:
-    assert chunk_tokens(ms, 500, 30.1 / SHARE, ONE, [Prompt(200)]) == 500
-    assert chunk_tokens(ms, 500, 29.9 / SHARE, ONE, [Prompt(200)]) == 192
+    assert chunk_tokens(ms, 500, 30.1 / SHARE, ONE, [PrefillLeft(200)]) == 500
+    assert chunk_tokens(ms, 500, 29.9 / SHARE, ONE, [PrefillLeft(200)]) == 192
 
 
 def test_a_step_is_shared_as_the_planner_shares_it() -> None:
     """Half goes to shorter prompts, the shortest first; the oldest gets the rest."""
     answers = Answers(rows=3, context=700.0)
-    prompts = [Prompt(1000, before=100), Prompt(2000), Prompt(60, before=640), Prompt(90)]
+    prompts = [PrefillLeft(1000, before=100), PrefillLeft(2000), PrefillLeft(60, before=640), PrefillLeft(90)]
     work = work_of(256, prompts, answers)
     assert (work.prompt, work.rows, work.context) == (256, 3, 700.0)
     assert work.pairs == 60 * (640 + 30.5) + 68 * 34.5 + 128 * (100 + 64.5)
     assert work.expanded == 704 + 128 + 256
-    assert work_of(256, [Prompt(50), Prompt(100)], answers).prompt == 150
+    assert work_of(256, [PrefillLeft(50), PrefillLeft(100)], answers).prompt == 150
 
 
 def test_what_a_prompt_attends_to_is_weighed_where_it_has_a_share() -> None:
-    deep = Prompt(5000, before=1000)
+    deep = PrefillLeft(5000, before=1000)
     assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep]) == 64  # 128 of its tokens take 159 ms, 64 take 82
     # Half of 128 goes to the shorter prompt; its 64 tokens take 2 ms for pairs: 90 ms in all.
-    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, Prompt(200)]) == 128
-    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, Prompt(200)], sharing=1) == 64
+    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, PrefillLeft(200)]) == 128
+    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, PrefillLeft(200)], sharing=1) == 64
 
 
 def test_where_no_page_keeps_the_time_answers_wait_in_all_a_third_longer_than_by_whole_chunks() -> None:
@@ -98,5 +98,5 @@ def test_where_no_page_keeps_the_time_answers_wait_in_all_a_third_longer_than_by
 def test_more_first_tokens_that_would_be_late_than_answers_lengthen_it(
     due: list[tuple[int, float]], tokens: int
 ) -> None:
-    prompts = [Prompt(tokens, left_s=left_s / SHARE) for tokens, left_s in due]
+    prompts = [PrefillLeft(tokens, left_s=left_s / SHARE) for tokens, left_s in due]
     assert chunk_tokens(ms, 500, 16.5 / SHARE, ONE, prompts) == tokens

@@ -6,8 +6,8 @@ from redline.policy.count import (
     CONFIRM,
     KEPT_STARTS,
     WANTED_STARTS,
-    Limits,
     Look,
+    ScalingLimits,
     choose_count,
     forgotten,
     rising,
@@ -15,7 +15,7 @@ from redline.policy.count import (
 )
 from redline.policy.expected import Roles
 
-LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0)
+LIMITS = ScalingLimits(least=1, most=4, spare_s=100.0, start_s=10.0)
 
 
 def looks(*wanted: int, every_s: float = 10.0) -> list[Look]:

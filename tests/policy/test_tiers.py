@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 
 from redline.policy.steps import StepModel
-from redline.policy.tiers import LEAST, Choice, PrefillTimes, ReadTimes, choose
+from redline.policy.tiers import LEAST, FetchChoice, PrefillTimes, ReadTimes, choose
 
 PAGE_TOKENS, STEP_TOKENS = 64, 512
 TRUE = StepModel(base=2.0, prompt=0.5, pair=5e-4, expand=0.2)  # approximately Kimi-Nano on one core
@@ -55,7 +55,7 @@ def computed(times: PrefillTimes, positions: int, noise: Noise = lambda: 1.0) ->
         times.observed([(first, count)], 0, TRUE.prompt_ms(first, count, STEP_TOKENS) / 1e3 * noise())
 
 
-def chosen(times: PrefillTimes, page_s: list[float], wait_s: float = 0.0, positions: int = 1100) -> Choice:
+def chosen(times: PrefillTimes, page_s: list[float], wait_s: float = 0.0, positions: int = 1100) -> FetchChoice:
     return choose(0, positions, page_s, wait_s, times, page_tokens=PAGE_TOKENS, step_tokens=STEP_TOKENS)
 
 
@@ -102,7 +102,7 @@ def test_a_machine_that_has_become_slower_is_noticed_within_some_steps() -> None
 
 def test_whatever_is_kept_is_fetched_until_steps_have_told_something() -> None:
     times = PrefillTimes()
-    assert chosen(times, [1.0] * 5, 0.5) == Choice(5, 5.5)
+    assert chosen(times, [1.0] * 5, 0.5) == FetchChoice(5, 5.5)
     computed(times, LEAST * STEP_TOKENS)
     assert chosen(times, [60.0] * 5).pages == 0
 
@@ -111,8 +111,8 @@ def test_pages_that_take_longer_than_computing_them_are_computed() -> None:
     times, cheap, dear = learnt(), 0.001, 5.0
     assert chosen(times, [cheap] * 16).pages == 16
     assert chosen(times, [cheap] * 10 + [dear] * 6).pages == 10
-    assert chosen(times, [dear] * 16) == Choice(0)
-    assert chosen(times, [cheap] * 16, wait_s=60.0) == Choice(0)
+    assert chosen(times, [dear] * 16) == FetchChoice(0)
+    assert chosen(times, [cheap] * 16, wait_s=60.0) == FetchChoice(0)
 
 
 def test_what_is_saved_is_the_first_token_of_the_whole_prompt() -> None:

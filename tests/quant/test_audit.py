@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from redline.cli.audit import AuditConfig, run
-from redline.draft.corpus.corpus import Example, Writer
-from redline.draft.corpus.target import Target
+from redline.cli.audit import run
+from redline.cli.quantize import AuditConfig
+from redline.draft.corpus.corpus import CorpusWriter, Example
+from redline.draft.corpus.target import TargetModel
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
@@ -22,16 +23,16 @@ from redline.quant.quantize import run as run_quantize
 from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
 from redline.quant.stream import through
-from redline.quant.texts import LONGEST, Text, chosen, halves
+from redline.quant.texts import LONGEST, CalibrationText, chosen, halves
 
 CPU = torch.device("cpu")
 CONSOLE = Console(file=io.StringIO(), width=200)
 
 
-def texts(*lengths: int, domains: tuple[str, ...] = ("code", "chat")) -> list[Text]:
+def texts(*lengths: int, domains: tuple[str, ...] = ("code", "chat")) -> list[CalibrationText]:
     generator = torch.Generator().manual_seed(1)
     drawn = [tuple(torch.randint(3, 512, (length,), generator=generator).tolist()) for length in lengths]
-    return [Text(domains[number % len(domains)], tokens) for number, tokens in enumerate(drawn)]
+    return [CalibrationText(domains[number % len(domains)], tokens) for number, tokens in enumerate(drawn)]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def test_layer_by_layer_is_the_whole_model_to_the_bit(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     some = texts(5, 70, 130, 64)
-    expected = Target.open(pair[0], CPU).features([text.tokens for text in some])
+    expected = TargetModel.open(pair[0], CPU).features([text.tokens for text in some])
     for tokens in (8192, 100):  # in one call, and in several
         monkeypatch.setattr("redline.quant.stream.CALL_TOKENS", tokens)
         given = through(Checkpoint.open(pair[0]), some, CPU)
@@ -120,7 +121,7 @@ def _weight(name: str):
     return Weight(name, (0, 0), "expert")
 
 
-def _log_probabilities(checkpoint: Checkpoint, text: Text) -> torch.Tensor:
+def _log_probabilities(checkpoint: Checkpoint, text: CalibrationText) -> torch.Tensor:
     model = load(checkpoint, CPU)
     return model.logits(through(checkpoint, [text], CPU)[:-1]).log_softmax(-1)
 
@@ -131,7 +132,7 @@ def test_a_broken_expert_is_named_and_the_exit_code_is_one(pair: tuple[Path, Pat
     tensors[f"{at}_scale_2"] *= 2
     write_checkpoint(tmp_path / "c", tensors.items(), json.loads((pair[1] / "config.json").read_text()))
     corpus = tmp_path / "corpus.jsonl"
-    with Writer(corpus) as writer:
+    with CorpusWriter(corpus) as writer:
         for number, text in enumerate(texts(*[40] * 12)):
             writer.append(Example(id=str(number), domain=text.domain, tokens=text.tokens, prompt=10, finish="stop"))
     for b, code in ((pair[1], 0), (tmp_path / "c", 1)):
@@ -139,9 +140,10 @@ def test_a_broken_expert_is_named_and_the_exit_code_is_one(pair: tuple[Path, Pat
         config = AuditConfig(
             a=pair[0],
             b=b,
-            texts=(corpus,),
+            text=(corpus,),
             tokens=10_000,
-            bounds=Bounds(kl=1, agreement=0.2),
+            most_kl=1,
+            least_agreement=0.2,
             save=tmp_path / "audit.json",
             html=tmp_path / "audit.html",
             device="cpu",
@@ -197,7 +199,7 @@ def test_the_halves_share_no_text_whatever_the_order():
 def test_texts_are_taken_from_the_domains_in_turn_and_long_ones_are_cut():
     some = [*texts(*[10] * 20, domains=("code",)), *texts(10, 10, domains=("chat",))]
     assert [text.domain for text in chosen(some, 65, 512)] == ["code", "chat", "code", "chat", "code", "code"]
-    long = Text("code", tuple(range(3, 500)) * 20, judged=LONGEST + 7)
+    long = CalibrationText("code", tuple(range(3, 500)) * 20, judged=LONGEST + 7)
     pieces = chosen([long], 10**6, 512)
     assert [len(piece.tokens) for piece in pieces] == [LONGEST, LONGEST, len(long.tokens) - 2 * LONGEST]
     assert [piece.judged for piece in pieces] == [LONGEST + 7, 7, 0]

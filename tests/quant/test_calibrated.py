@@ -20,18 +20,21 @@ from redline.quant import calibrate, quantize
 from redline.quant.calibrate import capture
 from redline.quant.gptq import damping_of, nearest, output_error, round_gptq, second_moments
 from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, WIDELY_SEARCHED, exact_scale, max_scale, round_nvfp4
-from redline.quant.quantize import Result, run
+from redline.quant.quantize import QuantizeResult, run
 from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
 from redline.quant.stream import through
-from redline.quant.texts import Text
+from redline.quant.texts import CalibrationText
 
 CPU = torch.device("cpu")
 
 
-def texts(count: int = 12, length: int = 60, seed: int = 1) -> list[Text]:
+def texts(count: int = 12, length: int = 60, seed: int = 1) -> list[CalibrationText]:
     generator = torch.Generator().manual_seed(seed)
-    return [Text("code", tuple(torch.randint(3, 512, (length,), generator=generator).tolist())) for _ in range(count)]
+    return [
+        CalibrationText("code", tuple(torch.randint(3, 512, (length,), generator=generator).tolist()))
+        for _ in range(count)
+    ]
 
 
 def inputs(rows: int, K: int, seed: int) -> Tensor:
@@ -121,7 +124,7 @@ def test_what_an_expert_read_is_found_again(tmp_path: Path):
     assert set(load_file(tmp_path / "inputs" / "layer-00000.safetensors")) == {"x"}
 
 
-def converted(at: Path, out: Path, given: list[Text], **settings: object) -> int:
+def converted(at: Path, out: Path, given: list[CalibrationText], **settings: object) -> int:
     values = {"source": str(at), "out": str(out), "device": "cpu", "level": "calibrated", **settings}
     return run(QuantizeConfig(**values), Console(file=io.StringIO(), width=200), given)  # pyright: ignore
 
@@ -225,7 +228,7 @@ def test_each_weight_says_what_its_outputs_lost_and_rare_experts_are_counted(
     monkeypatch.setattr(calibrate, "SEEN", 180)
     monkeypatch.setattr("redline.quant.convert.SEEN", 180)
     converted(source, tmp_path / "b", texts())
-    result = msgspec.json.decode((tmp_path / "b" / "quantize.json").read_bytes(), type=Result)
+    result = msgspec.json.decode((tmp_path / "b" / "quantize.json").read_bytes(), type=QuantizeResult)
     rows = {name: row for one in result.shards for name, row in one.weights.items()}
     assert 0 < sum(row.searched for row in rows.values()) < len(rows)
     for name, row in rows.items():

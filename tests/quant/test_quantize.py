@@ -27,10 +27,10 @@ from redline.model.k2.write import Layout, random_checkpoint, tiny_config, write
 from redline.ops.formats import Nvfp4
 from redline.quant import quantize, shard
 from redline.quant.audit import Audit, Bounds, audit
-from redline.quant.quantize import Result, run
+from redline.quant.quantize import QuantizeResult, run
 from redline.quant.read import dense
 from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig
-from redline.quant.texts import Text
+from redline.quant.texts import CalibrationText
 
 CPU = torch.device("cpu")
 EXPERT = "language_model.model.layers.1.mlp.experts.3."
@@ -62,10 +62,10 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
-def result(folder: Path) -> Result:
+def result(folder: Path) -> QuantizeResult:
     import msgspec
 
-    return msgspec.json.decode((folder / "quantize.json").read_bytes(), type=Result)
+    return msgspec.json.decode((folder / "quantize.json").read_bytes(), type=QuantizeResult)
 
 
 def relative(given: Tensor, expected: Tensor) -> float:
@@ -466,7 +466,7 @@ def test_kimi_nano_in_nvfp4_is_near_its_teacher_in_both_layouts(tmp_path: Path):
         json.loads(line)["messages"][0]["content"] for line in (nano / "eval" / "hand.jsonl").read_text().splitlines()
     ]
     tokenizer = Tokenizer.open(nano)
-    texts = [Text("hand", tuple(tokenizer.encode(prompt))) for prompt in prompts if len(prompt) > 60][:8]
+    texts = [CalibrationText("hand", tuple(tokenizer.encode(prompt))) for prompt in prompts if len(prompt) > 60][:8]
     assert sum(len(text.tokens) for text in texts) > 100
     for to in ("nvfp4-modelopt", "nvfp4-ct"):
         assert converted(nano, tmp_path / to, format=to) == 0

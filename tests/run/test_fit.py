@@ -16,14 +16,14 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import tiny_config
-from redline.run.fit import ROOM, Layout, Sizes, fit, in_steps
+from redline.run.fit import ROOM, Layout, MemorySizes, fit, in_steps
 from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_drafter, tiny_model
 
 CONFIG = tiny_config(max_position_embeddings=1000)
 PAGE = 64 * 3 * (32 + 8) * 2  # tokens x layers x (latent + rotated key) x bf16
-SIZES = Sizes(CONFIG)
+SIZES = MemorySizes(CONFIG)
 PLENTY = 10**12
 KIMI = shape("kimi-k2.6")
 
@@ -65,7 +65,7 @@ def test_where_nothing_is_said_pages_take_no_more_than_4_gib_of_a_large_machine(
 
 
 def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
-    gpu = replace(Sizes(KIMI), device="cuda", gpu_kernels=True, ranks=8)
+    gpu = replace(MemorySizes(KIMI), device="cuda", gpu_kernels=True, ranks=8)
     free = 141 * 10**9
     shared, alone = fit(gpu, free), fit(gpu, free, alone=True)
     assert shared.kv_bytes <= 4 << 30
@@ -79,7 +79,7 @@ def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
 
 
 def test_steps_are_as_large_as_leaves_room_for_pages():
-    sizes = Sizes(KIMI, device="cuda", gpu_kernels=True, ranks=8)
+    sizes = MemorySizes(KIMI, device="cuda", gpu_kernels=True, ranks=8)
     few, many = (replace(sizes, step_tokens=tokens) for tokens in (2048, 8192))
     needs, more = many.needs(1).whole, many.needs(1).whole - few.needs(1).whole
     assert more > 0
@@ -89,7 +89,7 @@ def test_steps_are_as_large_as_leaves_room_for_pages():
 
 
 def test_a_small_model_does_not_fill_a_gpu_with_pages():
-    nano = replace(Sizes(shape("kimi-nano")), device="cuda", gpu_kernels=True)
+    nano = replace(MemorySizes(shape("kimi-nano")), device="cuda", gpu_kernels=True)
     assert fit(nano, 141 * 10**9, alone=True).pages == 32_768
     assert fit(nano, 141 * 10**9, 40 << 30, alone=True).pages > 32_768, "more than the default if it is configured"
 
@@ -103,7 +103,7 @@ def test_what_is_not_pages_counts_too():
 
 
 def test_each_part_follows_what_it_is_made_of():
-    base = Sizes(KIMI)
+    base = MemorySizes(KIMI)
     short = base.needs(1000)
     assert short.recorded == short.drafter == 0
     assert base.needs(100_000).scratch > short.scratch  # the latents of a prompt's context are expanded
@@ -115,7 +115,9 @@ def test_each_part_follows_what_it_is_made_of():
     assert replace(gpu, positions=4).needs(100_000).recorded > gpu.needs(1000).recorded
     assert replace(gpu, drafter=tiny_drafter().config).needs(1000).recorded > gpu.needs(1000).recorded
     drafter = tiny_drafter()
-    drafts = Sizes(tiny_model().config, drafter=drafter.config, drafter_parameters=drafter.parameter_count, positions=4)
+    drafts = MemorySizes(
+        tiny_model().config, drafter=drafter.config, drafter_parameters=drafter.parameter_count, positions=4
+    )
     assert drafts.needs(100).drafter >= 6 * sum(parameter.numel() for parameter in drafter.parameters())
     rows, hidden = drafter.config.vocab_size, drafter.config.hidden_size
     for sizes, own, of_target in (
@@ -142,7 +144,7 @@ def test_each_part_follows_what_it_is_made_of():
 @pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 168)])
 def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: int):
     """Both the shapes captured before the first job, and those captured later in idle times."""
-    gpu = Sizes(KIMI, device="cuda", gpu_kernels=True, positions=positions)
+    gpu = MemorySizes(KIMI, device="cuda", gpu_kernels=True, positions=positions)
     recorded = gpu.recorded_steps(100_000)
     assert [*recorded.shapes] == shapes(64, positions, 100_032)
     assert len(recorded.shapes) == count
@@ -163,8 +165,8 @@ def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: 
 
 def test_nvfp4_is_kept_as_it_is_on_every_device():
     config = replace(KIMI, quantization=Nvfp4Experts("ModelOpt"))
-    assert Sizes(config, device="cuda", gpu_kernels=True).needs(1000).weights == config.weight_bytes
-    assert Sizes(config).needs(1000).weights == config.weight_bytes
+    assert MemorySizes(config, device="cuda", gpu_kernels=True).needs(1000).weights == config.weight_bytes
+    assert MemorySizes(config).needs(1000).weights == config.weight_bytes
 
 
 def test_the_explanation_multiplies_out():
@@ -234,7 +236,7 @@ def test_what_fits_fits_and_following_the_advice_fits(
 ):
     """Memory from none to plenty, pages from none to more than fit, every length."""
     device = "cuda" if gpu else "cpu"
-    sizes = Sizes(config, dtype, positions=positions, device=device, gpu_kernels=gpu)
+    sizes = MemorySizes(config, dtype, positions=positions, device=device, gpu_kernels=gpu)
     beside = sizes.page_bytes * 10**digits
     free = int(room * sizes.needs(1).whole) if room < 1 else sizes.needs(1).whole + int((room - 1) * beside)
     kv_bytes = None if kv is None else int(kv * max(free - sizes.needs(1).whole, sizes.page_bytes))
@@ -285,7 +287,7 @@ def test_sizes_are_advised_in_as_few_digits_as_they_take():
     free = SIZES.needs(1000).whole + 20 * PAGE
     with pytest.raises(ConfigError, match=r"give --kv-memory \d\.\d\dMB, or"):
         fit(SIZES, free, 50 * PAGE, 1000)
-    big = Sizes(KIMI)
+    big = MemorySizes(KIMI)
     free = big.needs(100_000).whole + (8 << 30)
     with pytest.raises(ConfigError, match=r"give --kv-memory 7\.\d\dGB, or"):
         fit(big, free, 5 << 30, 100_000)

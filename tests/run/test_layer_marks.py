@@ -5,7 +5,7 @@ import pytest
 from redline.errors import RankLost
 from redline.kernels.group import ALONE
 from redline.run.layer_marks import LayerMarks
-from redline.run.runner import Launched
+from redline.run.pending import LaunchedStep
 
 
 class Device:
@@ -50,8 +50,8 @@ def test_a_step_that_marks_nothing_is_not_looked_at_for_ever() -> None:
     assert marks.over
 
 
-def launched(marks: LayerMarks | None) -> Launched:
-    return Launched(None, ALONE, marks)  # type: ignore[arg-type]
+def launched(marks: LayerMarks | None) -> LaunchedStep:
+    return LaunchedStep(None, ALONE, marks)  # type: ignore[arg-type]
 
 
 def test_whoever_watches_is_told_of_layers_until_all_are_computed() -> None:

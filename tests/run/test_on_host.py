@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.kernels.cpu import sample as cpu
 from redline.messages.job import Sampling
-from redline.ops.sample import least_kept
+from redline.ops.sample import COLUMN, COLUMNS, least_kept
 from redline.run.sampling import on_host as module
 from redline.run.sampling.on_host import (
     COLDEST,
@@ -22,6 +23,7 @@ from redline.run.sampling.on_host import (
     is_plain_greedy,
     kept,
     logprobs_of,
+    odds_of,
     pick,
     sample_each,
     sample_token,
@@ -224,13 +226,14 @@ def test_what_is_kept_is_what_the_meaning_keeps_and_company_does_not_matter(
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     probability = logits.mul(8).round().div(8).softmax(-1)  # with ties
     sampling = asked(top_k=top_k, top_p=top_p, min_p=min_p)
-    odds = torch.tensor([[1.0, top_p, min_p, top_k, 0.0]] * rows, dtype=torch.float64)
+    odds = torch.tensor([(0.0, *odds_of(sampling))] * rows, dtype=torch.float64)
     everything = probability.sort(-1, descending=True).values
     least = least_kept(everything, torch.stack([row.sum(dtype=torch.float64) for row in probability]), odds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SORTED", piece)
         found = kept(probability, sampling)
-    assert torch.equal(found, probability * (probability >= least[:, None]))
+    expected = probability * (probability >= least[:, None])
+    assert torch.equal(found, expected * (expected >= (min_p * expected.amax(-1).double()).float()[:, None]))
     for row, alone in zip(found, probability, strict=True):
         assert torch.equal(row, kept(alone[None], sampling)[0])
 
@@ -241,6 +244,16 @@ def test_a_row_of_no_numbers_is_kept_as_it_is():
         nothing, sound = kept(probability, asked(**options))
         assert nothing.isnan().all()
         assert not sound.isnan().any()
+
+
+def test_a_row_with_an_option_that_the_kernel_does_not_read_is_drawn_by_the_reference(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(COLUMN, "none", len(COLUMNS))
+    monkeypatch.setattr(cpu, "READ", tuple("none" if name == "min_p" else name for name in cpu.READ))
+    us, each = [0.05, 0.6, 0.999], [asked(min_p=0.2), asked(top_p=0.7), asked(min_p=0.9)]
+    odds = torch.tensor([(u, *odds_of(one), 0.0) for u, one in zip(us, each, strict=True)], dtype=torch.float64)
+    shares = [distribution(LOGITS, one, [], []).cumsum() for one in each]
+    expected = [int(np.searchsorted(share, u)) for share, u in zip(shares, us, strict=True)]
+    assert cpu.sample(LOGITS.repeat(3, 1), odds, True).tolist() == expected
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -89,7 +89,7 @@ def test_a_slot_whose_job_could_not_begin_is_not_run_by_the_step_that_is_launche
         begin = Begin(slot=0, tokens=PROMPT[:70], prompt=70, pages=(PageId(9),), sampling=sampling, limit=74)
         rows = (Row(slot=0, start=64, count=6),)
         if broken == "step":
-            monkeypatch.setattr(runner, "_begin", lambda _: 1 / 0)
+            monkeypatch.setattr(runner._eager, "begin", lambda _: 1 / 0)
         queued = [
             runner.launch(Step(number=2, begins=(begin,), rows=rows)),
             runner.launch(Step(number=3, rows=(Row(slot=0, start=None, count=1),))),

@@ -7,7 +7,7 @@ import redline.run.slots
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS, PageId, Sampling
 from redline.messages.step import Begin, Row
-from redline.run.slots import Slots, Span
+from redline.run.slots import RowSpan, Slots
 from tests.tiny_model import VOCABULARY, prompt, tiny_model
 
 LENGTHS = [70, 128, 1, 191]  # lengths of the slots' prompts
@@ -31,7 +31,7 @@ def copied(inputs: Inputs) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in of]
 
 
-def decode(slots: Slots, which: list[int], drafts: int = 0) -> list[Span]:
+def decode(slots: Slots, which: list[int], drafts: int = 0) -> list[RowSpan]:
     return [slots.span(Row(slot=slot, start=None, count=1 + drafts, drafts=drafts)) for slot in which]
 
 
@@ -68,7 +68,7 @@ def test_a_position_has_the_same_angles_in_a_prompt_and_behind_one():
     model, slots = tiny_model(), filled_slots()
     _, alone, *_ = copied(slots.inputs(decode(slots, [0]), model))
     row = Row(slot=3, start=64, count=100)
-    _, beside, *_ = copied(slots.inputs([Span(row, 3, 64, 100)], model))
+    _, beside, *_ = copied(slots.inputs([RowSpan(row, 3, 64, 100)], model))
     assert torch.equal(beside[70 - 64], alone[0])
 
 

@@ -14,7 +14,7 @@ from redline.disk import hold
 from redline.errors import ConfigError
 from redline.messages.job import PageHash
 from redline.run.tiers import disk as module
-from redline.run.tiers.disk import DiskPages, Held, Place
+from redline.run.tiers.disk import DiskPages, DiskPlace, FolderLock
 
 PAGE_BYTES = 1000
 A_FILE = 4 * PAGE_BYTES + 300  # room for four pages
@@ -173,7 +173,7 @@ def test_a_removed_folder_that_another_process_has_taken_is_left_to_it(tmp_path:
         write(disk, 0)
         shutil.rmtree(folder)
         with pytest.raises(FileNotFoundError):
-            disk.read(Place(1, 0, 0, 0), memoryview(bytearray(PAGE_BYTES)))
+            disk.read(DiskPlace(1, 0, 0, 0), memoryview(bytearray(PAGE_BYTES)))
         folder.mkdir()
         other = hold(folder, folder / ".lock")
         for _ in range(2):
@@ -255,7 +255,7 @@ def test_only_a_start_waits_for_a_process_that_has_the_folder(tmp_path: Path) ->
     """A later wait would also block reads from host memory."""
     folder, waits = tmp_path / "tier", list[float]()
 
-    def recorded(folder: Path, lock: Path, wait_s: float) -> Held:
+    def recorded(folder: Path, lock: Path, wait_s: float) -> FolderLock:
         waits.append(wait_s)
         return hold(folder, lock)
 
@@ -271,7 +271,7 @@ def test_the_removal_of_a_folder_that_cannot_be_made_again_is_logged_once(
 ) -> None:
     folder, there = tmp_path / "tier", True
 
-    def hold_while_there(folder: Path, lock: Path, wait_s: float) -> Held:
+    def hold_while_there(folder: Path, lock: Path, wait_s: float) -> FolderLock:
         if not there:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(lock))
         return hold(folder, lock)

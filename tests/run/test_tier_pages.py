@@ -17,7 +17,8 @@ from redline.run.tiers import copies, memory
 from redline.run.tiers.copies import Copies, Leaving
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, seal, seed_of
-from redline.run.tiers.store import Reading, Saved, Store
+from redline.run.tiers.store import Saved, Store
+from redline.run.tiers.tables import TierRead
 
 PAGES, WAIT_S = 24, 60.0
 
@@ -41,7 +42,7 @@ def saved(*pages: int) -> list[Saved]:
     return [Saved(name(page), PageId(page), True, False) for page in pages]
 
 
-def read(store: Store, pages: list[int], into: list[int]) -> Reading:
+def read(store: Store, pages: list[int], into: list[int]) -> TierRead:
     reading = store.hold([name(page) for page in pages])
     assert reading is not None
     store.read(reading, [PageId(page) for page in into], WAIT_S)
@@ -78,9 +79,11 @@ def test_what_was_saved_together_comes_back_and_has_the_seal_of_its_bytes() -> N
         kv.planes[:, :10] = 0
         assert store.settle(WAIT_S)
         for page in range(10):
-            entry = store._host.find(name(page))
+            entry = store._tables.host.find(name(page))
             assert entry is not None
-            assert entry.checksum == seal(store._host.slots.bytes_of(entry.slot), seed_of(name(page), entry.flags))
+            assert entry.checksum == seal(
+                store._tables.host.slots.bytes_of(entry.slot), seed_of(name(page), entry.flags)
+            )
         reading = read(store, list(range(10)), list(range(10, 20)))
         assert len(reading.kept) == 10
         assert torch.equal(kv.planes[:, 10:20].view(torch.uint8), were.view(torch.uint8))
@@ -95,9 +98,9 @@ def test_a_reading_ends_before_the_page_whose_bytes_are_wrong(wrong: int) -> Non
     try:
         store.save(saved(*range(10)))
         assert store.settle(WAIT_S)
-        entry = store._host.find(name(wrong))
+        entry = store._tables.host.find(name(wrong))
         assert entry is not None
-        store._host.slots.bytes_of(entry.slot)[0] ^= 1
+        store._tables.host.slots.bytes_of(entry.slot)[0] ^= 1
         assert len(read(store, list(range(10)), list(range(10, 20))).kept) == wrong
         assert store.settle(WAIT_S)
         assert store.find([name(wrong)]) == []
@@ -152,7 +155,7 @@ def test_a_page_that_is_still_coming_gives_up_its_place_once_it_is_there(monkeyp
         with monkeypatch.context() as patched:
             patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
             store.save(saved(0, 1))
-        entry = store._host.find(name(0))
+        entry = store._tables.host.find(name(0))
         assert entry is not None
         assert entry.stays
         store.save(saved(2))
@@ -181,7 +184,7 @@ def test_a_reading_does_not_wait_for_pages_that_are_still_coming(monkeypatch: py
         assert not store.settle(0.0), "the pages are not sealed yet"
         ending.told.set()
         assert store.settle(WAIT_S)
-        entry = store._host.find(name(4))
+        entry = store._tables.host.find(name(4))
         assert entry is not None
         assert not entry.stays
         assert entry.checksum is not None
@@ -198,10 +201,10 @@ def test_a_page_that_is_not_sealed_yet_is_verified_as_others_are(monkeypatch: py
         with monkeypatch.context() as patched:
             patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
             store.save(saved(0, 1, 2))
-        entries = [store._host.find(name(page)) for page in range(3)]
+        entries = [store._tables.host.find(name(page)) for page in range(3)]
         assert [entry and entry.checksum for entry in entries] == [None] * 3
         assert entries[1] is not None
-        store._host.slots.bytes_of(entries[1].slot)[0] ^= 1
+        store._tables.host.slots.bytes_of(entries[1].slot)[0] ^= 1
         assert len(read(store, [0, 1, 2], [10, 11, 12]).kept) == 1
         ending.told.set()
         assert store.settle(WAIT_S)
@@ -298,10 +301,10 @@ def test_memory_is_made_while_no_step_runs(monkeypatch: pytest.MonkeyPatch) -> N
     pages = WholePages(pool(), 2)
     monkeypatch.setattr(memory, "SLAB_BYTES", 2 * pages.size)
     store = Store(pages, 8 * pages.size)
-    slots = store._host.slots
+    slots = store._tables.host.slots
     try:
         store.busy = True
-        with store._lock:
+        with store._tables.lock:
             slots.ahead = 0  # as for a copy read by a GPU: no slab remains for which steps would have to wait
         store.save(saved(0))
         assert store.settle(WAIT_S)

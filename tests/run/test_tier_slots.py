@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from redline.run.tiers.memory import SLAB_BYTES, Slots
+from redline.run.tiers.memory import SLAB_BYTES, HostSlots
 
 HALF = SLAB_BYTES // 2  # bytes of a slot, half a slab
 
 
-def slots(total: int, ahead: int | None = None) -> Slots:
-    made = Slots(HALF, total * HALF, pinned=False)
+def slots(total: int, ahead: int | None = None) -> HostSlots:
+    made = HostSlots(HALF, total * HALF, pinned=False)
     made.ahead = None if ahead is None else ahead * HALF
     return made
 

@@ -16,6 +16,7 @@ from redline.messages.job import PAGE_TOKENS, JobId, MediaSpan
 from redline.messages.news import STEP_SIZES
 from redline.messages.step import RowResult, StepResult, TokenLogprobs
 from redline.scheduler.config import MOST_STEP_TOKENS, PlanConfig
+from redline.scheduler.features import FeatureCache
 from redline.scheduler.planner import Planner
 from tests.fakes import Story, World, hash_page, make_job, page_hashes
 
@@ -394,9 +395,21 @@ def test_different_salts_never_share_not_even_an_answer_to_less_than_a_page(leng
         assert story.deltas[0].cached_tokens == 0
 
 
+def reads_images(planner: Planner) -> FeatureCache:
+    """Makes a planner take jobs with images, of 4 positions each; pixels have to be said to have arrived."""
+    features = FeatureCache(64, 1, lambda *_: 1.0)
+    planner.encode_with(features)
+    return features
+
+
+def image(start: int, tokens: int) -> MediaSpan:
+    return MediaSpan(start=start, tokens=tokens, hash=b"x", rows=2, columns=2 * tokens)
+
+
 def test_pages_behind_an_image_that_their_hash_would_not_name_are_not_cached():
     for start, cached in ((70, 64), (10, 128)):
         world = World(ahead=0)
+        features = reads_images(world.planner)
         job = make_job("a", prompt(100), max_tokens=90)
         world.planner.submit(
             type(job)(
@@ -404,9 +417,10 @@ def test_pages_behind_an_image_that_their_hash_would_not_name_are_not_cached():
                 tokens=job.tokens,
                 pages=job.pages,
                 sampling=job.sampling,
-                media=(MediaSpan(start=start, tokens=20, hash=b"x"),),
+                media=(image(start, 20),),
             )
         )
+        features.arrived(b"x")
         while not world.planner.idle:
             step = world.planner.next_step()
             world.planner.settle(step, world.runner.launch(step).wait())
@@ -558,10 +572,15 @@ def test_what_is_logged_of_pages_is_what_the_cache_has_and_what_they_are_of():
 def test_pages_of_images_are_not_logged():
     planner = Planner(8, PlanConfig(step_tokens=512), 500, hash_page)
     planner.log_pages()
-    image = (MediaSpan(start=3, tokens=4, hash=b"i"),)
-    for name, media in (("seen", image), ("read", ())):
+    features = reads_images(planner)
+    for name, media in (("seen", (image(3, 4),)), ("read", ())):
         job = make_job(name, prompt(200, first=len(media)), max_tokens=1)
         planner.submit(msgspec.structs.replace(job, media=media))
+        if media:
+            features.arrived(b"x")
+            step = planner.next_step()
+            assert (len(step.encodes), step.rows) == (1, ())
+            planner.settle(step, StepResult(number=step.number, rows=()))
         step = planner.next_step()
         assert step is not None
         rows = tuple(RowResult(tokens=(5,)) for _ in step.rows)

@@ -6,14 +6,14 @@ import random
 import msgspec
 import pytest
 
-from redline.policy.expected import Asked, Roles, Traffic
-from redline.policy.roles import Fleet as Chosen
+from redline.policy.expected import RequestTokens, Roles, Traffic
+from redline.policy.roles import FleetRoles as Chosen
 from redline.policy.roles import choose_roles, predict_roles
 from redline.policy.targets import Targets
 from redline.simulate.figures import figures, worker_seconds
-from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation, tried
+from redline.simulate.fleet import EVERYBODY, AutoscaleLimits, Setting, Simulation, tried
 from redline.simulate.models import KIMI_8_H200
-from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
+from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, TracedRequest, made
 
 TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
 TTFT_S = {"": 1.0, "documents": 10.0, "agents": 3.0}
@@ -21,7 +21,7 @@ RATES = ((CHAT, 3.0), (DOCUMENTS, 0.25), (AGENTS, 0.4))  # requests per second, 
 SHIFTING = [Phase(CHAT, 60, 15.0), Phase(DOCUMENTS, 60, 3.0), Phase(AGENTS, 60, 4.0)]
 
 
-def mixed(load: float, seconds: float, seed: int) -> list[Request]:
+def mixed(load: float, seconds: float, seed: int) -> list[TracedRequest]:
     """Requests of all three kinds, merged by time."""
     kinds = (made([Phase(kind, seconds, rate * load)], seed + place) for place, (kind, rate) in enumerate(RATES))
     return sorted((request for kind in kinds for request in kind), key=lambda request: request.at_s)
@@ -89,7 +89,7 @@ def test_what_is_tried_is_what_a_run_comes_to():
     """The same as a long simulation of this traffic, except for growing queues, of which a short one sees less."""
     phases = [Phase(CHAT, 120, 18.0)]
     splits = [Roles(both=8), Roles(prefill=4, decode=4), Roles(prefill=6, decode=2)]
-    asked = [Asked(0, each.prompt, each.output, each.of) for each in made(phases, 2) if each.at_s < 60]
+    asked = [RequestTokens(0, each.prompt, each.output, each.of) for each in made(phases, 2) if each.at_s < 60]
     found = tried(Traffic(18.0, asked), KIMI_8_H200, TARGETS, splits)
     for roles in splits:
         simulation = Simulation(Setting(KIMI_8_H200, roles, TARGETS))
@@ -100,7 +100,7 @@ def test_what_is_tried_is_what_a_run_comes_to():
 
 
 def test_what_waits_already_counts_when_roles_are_tried():
-    few = [Asked(0, 2000, 200)] * 20
+    few = [RequestTokens(0, 2000, 200)] * 20
     both = Roles(both=2)
     empty, behind = (
         tried(Traffic(1.0, few, waiting), KIMI_8_H200, TARGETS, [both])[both] for waiting in ((), few * 30)
@@ -109,7 +109,7 @@ def test_what_waits_already_counts_when_roles_are_tried():
 
 
 def test_a_large_fleet_is_tried_as_a_small_one():
-    few = [Asked(0, 2000, 200)] * 20
+    few = [RequestTokens(0, 2000, 200)] * 20
     large, small = (
         tried(Traffic(count * 2.0, few), KIMI_8_H200, TARGETS, [Roles(prefill=count // 4, decode=3 * count // 4)])
         for count in (400, 16)
@@ -122,7 +122,7 @@ def test_a_large_fleet_is_tried_as_a_small_one():
     [
         (Traffic(0.0, ()), Roles(both=2)),
         (Traffic(1.0, ()), Roles(both=2)),
-        (Traffic(1.0, [Asked(0, 9, 9)]), Roles(prefill=2)),
+        (Traffic(1.0, [RequestTokens(0, 9, 9)]), Roles(prefill=2)),
     ],
 )
 def test_without_traffic_or_anybody_who_answers_nothing_is_tried(traffic: Traffic, roles: Roles):
@@ -137,7 +137,7 @@ def test_workers_that_follow_a_shifting_load_keep_what_the_best_fixed_number_kee
     fixed = {count: simulated(phases, Roles(both=count), targets=strict) for count in (2, 3)}
     kept = {count: figures(run, "", seconds).attainment for count, run in fixed.items()}
     assert kept[2] < 0.9 < 0.98 < kept[3]
-    counted = Counted(least=1, most=4, start_s=15.0, spare_s=60.0)
+    counted = AutoscaleLimits(least=1, most=4, start_s=15.0, spare_s=60.0)
     follows = simulated(phases, Roles(both=1), targets=strict, plan_s=5.0, counted=counted)
     assert figures(follows, "", seconds).attainment > kept[3] - 0.01
     paid_s = worker_seconds(follows, 0.0, seconds)
@@ -150,12 +150,12 @@ def test_workers_that_follow_a_shifting_load_keep_what_the_best_fixed_number_kee
 def test_roles_stay_where_bounded_chunks_keep_what_is_promised():
     """Long prompts with short answers: a large chunk takes as long as eight tokens may, a bounded step never longer
     than one. Simulated mixed workers meet the target with the bound; the predictor chooses the roles."""
-    draw, requests, at = random.Random(1), list[Request](), 0.0
+    draw, requests, at = random.Random(1), list[TracedRequest](), 0.0
     while at < 200.0:
         at += draw.expovariate(6.0)
-        requests.append(Request(at, 20_000 if draw.random() < 0.3 else 200, 40, ()))
+        requests.append(TracedRequest(at, 20_000 if draw.random() < 0.3 else 200, 40, ()))
     targets, now = {"": Targets(ttft_s=15.0, itl_s=0.05)}, Roles(both=4)
-    traffic = Traffic(6.0, [Asked(0, each.prompt, each.output) for each in requests])
+    traffic = Traffic(6.0, [RequestTokens(0, each.prompt, each.output) for each in requests])
     found = {}
     for step_ms in (None, 50.0):
         model = msgspec.structs.replace(KIMI_8_H200, step_ms=step_ms)
@@ -176,13 +176,13 @@ def test_what_is_predicted_of_bounded_steps_is_what_is_played(load: float):
     simulation = Simulation(Setting(model, roles, targets))
     simulation.run(requests)
     played = figures(simulation, "", 100.0).attainment
-    asked = [Asked(each.cached, each.prompt - each.cached, each.output, each.of) for each in simulation.ended]
+    asked = [RequestTokens(each.cached, each.prompt - each.cached, each.output, each.of) for each in simulation.ended]
     predicted = predict_roles(Traffic(len(requests) / 100.0, asked), Chosen(4, model), targets, roles)
     assert predicted.attainment == pytest.approx(played, abs=0.05)
 
 
 def test_who_ends_takes_nothing_new_and_writes_what_it_has():
-    counted = Counted(least=1, most=3, start_s=10.0, spare_s=20.0)
+    counted = AutoscaleLimits(least=1, most=3, start_s=10.0, spare_s=20.0)
     simulation = simulated([Phase(CHAT, 60, 0.5)], Roles(both=3), plan_s=5.0, counted=counted)
     assert simulation.periods[-1].running == 1
     assert all(math.isfinite(each.first_s) for each in simulation.ended), "no request is lost by it"
@@ -204,7 +204,7 @@ def test_remote_local_and_predicted_send_prompts_where_they_say():
 
 def test_a_conversation_goes_back_to_where_it_is_cached():
     blocks = tuple(range(40))
-    requests = [Request(1.0 * turn, 512 * (10 + turn), 20, blocks[: 10 + turn]) for turn in range(20)]
+    requests = [TracedRequest(1.0 * turn, 512 * (10 + turn), 20, blocks[: 10 + turn]) for turn in range(20)]
     simulation = Simulation(Setting(KIMI_8_H200, Roles(both=40), TARGETS))
     simulation.run(requests)
     assert [each.cached for each in simulation.ended][1:] == [each.prompt - 512 for each in simulation.ended][1:]
@@ -226,7 +226,7 @@ def test_the_figures_are_those_of_the_requests():
 def test_what_never_ends_is_counted_and_not_good():
     slow = msgspec.structs.replace(KIMI_8_H200, steps=msgspec.structs.replace(KIMI_8_H200.steps, base=1e6))
     simulation = Simulation(Setting(slow, Roles(both=1), TARGETS))
-    simulation.run([Request(0.0, 100, 100, ())])
+    simulation.run([TracedRequest(0.0, 100, 100, ())])
     told = figures(simulation, "slow", 1.0)
     assert told.unfinished == told.requests == 1
     assert told.good == 0

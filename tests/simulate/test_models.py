@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from redline.bench.step.machines import machine
-from redline.bench.step.predict import Machines
+from redline.bench.step.predict import PredictedRanks
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
 from redline.policy.pairs import Work
@@ -19,7 +19,7 @@ RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers
 
 
 def test_a_step_of_answers_takes_what_is_predicted_for_eight_h200s():
-    machines = Machines(KIMI_K26, machine("8 x H200"))
+    machines = PredictedRanks(KIMI_K26, machine("8 x H200"))
     fit = StepTimeFit(experts_of=KIMI_K26.n_routed_experts, experts_chosen=KIMI_K26.num_experts_per_tok)
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         for context in (1024, 4096, 16384, 32768):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from ctypes import memmove
 
-from redline.transport.base import Memory
+from redline.transport.base import MemoryRange
 from redline.transport.memory import host_memory
 
 
@@ -30,7 +30,7 @@ class Book:
     """
 
     def __init__(self, polls: int = 0) -> None:
-        self.exported: dict[bytes, Memory] = {}
+        self.exported: dict[bytes, MemoryRange] = {}
         self.gone: set[bytes] = set()
         self.mapped: Counter[bytes] = Counter()
         self.freed_while_mapped = False

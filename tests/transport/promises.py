@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
+from redline.transport.base import Area, MemoryRange, Peer, RemoteRead, TransferFailed, Transport
 from tests.waiting import LIMIT_S, until
 
 SIZE = 3_000_000
 
 
-def fill(memory: Memory, data: bytes, offset: int = 0) -> None:
+def fill(memory: MemoryRange, data: bytes, offset: int = 0) -> None:
     ctypes.memmove(memory.address + offset, data, len(data))
 
 
@@ -22,7 +22,7 @@ def pattern(size: int, salt: int = 0) -> bytes:
     return bytes((i * 31 + i // 251 + salt) % 256 for i in range(size))
 
 
-def wait(reading: Reading) -> None:
+def wait(reading: RemoteRead) -> None:
     until(reading.done, "the read neither completes nor fails")
 
 
@@ -52,7 +52,7 @@ class Promises:
     def landing(self, theirs: Transport) -> bytearray:
         into = bytearray(self.LARGE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(into))
-        theirs.landing(Memory(address, len(into), owner=into))
+        theirs.landing(MemoryRange(address, len(into), owner=into))
         return into
 
     @pytest.fixture
@@ -143,7 +143,7 @@ class Promises:
 
     def test_an_area_that_has_closed_takes_no_connections(self, theirs: Transport, area: Area):
         into = bytearray(8)
-        theirs.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), 8, owner=into))
+        theirs.landing(MemoryRange(ctypes.addressof(ctypes.c_char.from_buffer(into)), 8, owner=into))
 
         def read() -> None:
             """If the closed area cannot be detected at connect, the first read fails."""

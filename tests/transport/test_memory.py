@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from redline.errors import ConfigError
-from redline.transport.base import Memory, TransferFailed
+from redline.transport.base import MemoryRange, TransferFailed
 from redline.transport.memory import Disturbance, MemoryTransport
 from tests.transport.promises import Promises, fill
 
@@ -71,6 +71,6 @@ def test_a_read_under_way_fails_where_the_area_goes():
 
 def test_memory_of_a_gpu_is_refused():
     with pytest.raises(ConfigError, match="this is GPU memory"):
-        MemoryTransport().area(Memory(4096, 10, device=0))
+        MemoryTransport().area(MemoryRange(4096, 10, device=0))
     with pytest.raises(ConfigError, match="this is GPU memory"):
-        MemoryTransport().landing(Memory(4096, 10, device=0))
+        MemoryTransport().landing(MemoryRange(4096, 10, device=0))

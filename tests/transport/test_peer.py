@@ -7,7 +7,7 @@ import pytest
 
 from redline.errors import ConfigError, WorkerLost
 from redline.transport import peer as peers
-from redline.transport.base import Memory, TransferFailed
+from redline.transport.base import MemoryRange, TransferFailed
 from redline.transport.memory import host_memory
 from redline.transport.peer import PeerTransport
 from tests.transport.books import Book
@@ -108,7 +108,7 @@ def test_only_memory_of_its_own_gpu_takes_part():
     two = Two()
     refused: list[Callable[[], object]] = [
         lambda: two.ours.area(two.into),
-        lambda: two.theirs.landing(Memory(4096, 10, device=1)),
+        lambda: two.theirs.landing(MemoryRange(4096, 10, device=1)),
         lambda: two.ours.area(1 << 50),
     ]
     for call, why in zip(refused, ("pass its size", "this is other memory", "cannot allocate"), strict=True):

@@ -12,7 +12,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.transport import shared
-from redline.transport.base import Memory, TransferFailed
+from redline.transport.base import MemoryRange, TransferFailed
 from redline.transport.shared import INLINE, PIECE, SharedTransport
 from tests.transport.promises import Promises, pattern, wait
 from tests.waiting import LIMIT_S, until
@@ -103,7 +103,7 @@ def test_an_area_that_has_no_room_is_a_line_for_the_operator(folder: Path):
         SharedTransport(folder).area(1 << 50)
     assert not list(folder.iterdir())
     with pytest.raises(ConfigError, match="pass its size"):
-        SharedTransport(folder).area(Memory(4096, 10))
+        SharedTransport(folder).area(MemoryRange(4096, 10))
 
 
 def test_a_large_copy_stops_between_pieces_and_one_that_waits_never_begins(

@@ -1,6 +1,6 @@
 """The share of a worker's time that goes to placing received KV chunks."""
 
-from redline.worker.kv_receiver import Budget
+from redline.worker.kv_receiver import ReceiveBudget
 
 MIB = 1 << 20
 PARCEL = 4 * MIB
@@ -12,7 +12,7 @@ class Thread:
 
     def __init__(self, share: float, per_byte: float) -> None:
         self.now, self.per_byte = 0.0, per_byte
-        self.budget = Budget(share, lambda: self.now)
+        self.budget = ReceiveBudget(share, lambda: self.now)
 
     def turn(self, waiting: int, *, busy: bool = True, step_s: float = STEP_S) -> int:
         """Run a step, then place KV chunks until the budget is used up; -> how many were placed."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.inputs import Inputs
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
@@ -186,7 +186,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypat
     bad, good = job(engine, "bad", prompt(1, 30)), job(engine, "good", prompt(2, 30))
     expected = answer(engine.generate([good])[good.id])
 
-    def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+    def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> TransformerOutput:
         out = sound(inputs, planes, layers, asked)
         logits = out.logits()
         if len(asked) == 2:  # both jobs sample in this step
@@ -346,7 +346,7 @@ def test_numbers_that_cannot_work_together_are_refused_before_the_weights_are_re
     def read(*_: object) -> None:
         pytest.fail("the weights are read")
 
-    monkeypatch.setattr("redline.worker.engine.load", read)
+    monkeypatch.setattr("redline.model.k2.load.load", read)
     with pytest.raises(ConfigError, match=words):
         EngineCore.load(folder, msgspec.structs.replace(CONFIG, **change))
 
@@ -370,7 +370,7 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name_before_the_weights_are_r
     path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     save_file({**load_file(weights), **tensors}, weights)
-    monkeypatch.setattr("redline.worker.engine.load", lambda *_: pytest.fail("the model's weights are read"))
+    monkeypatch.setattr("redline.model.k2.load.load", lambda *_: pytest.fail("the model's weights are read"))
     if name == "a size for a GPU":
         monkeypatch.setattr("redline.worker.engine.why_not", lambda *_: None)
     asked = msgspec.structs.replace(CONFIG, speculation=Learned(drafter=str(tmp_path)))

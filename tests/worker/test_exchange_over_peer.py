@@ -15,9 +15,9 @@ from redline.messages.handoff import Piece
 from redline.messages.job import Abort, Job, JobId, PageId
 from redline.run.kv import KvPool
 from redline.run.kv_chunks import KvChunkLayout
-from redline.transport.base import Memory
+from redline.transport.base import MemoryRange
 from redline.transport.memory import MemoryTransport
-from redline.transport.peer import Chip, PeerTransport
+from redline.transport.peer import GpuDriver, PeerTransport
 from redline.worker.parcel_memory import Ended, HostParcels, Summed
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from redline.worker.rank_parcels import RankParcels
@@ -111,13 +111,13 @@ def test_a_prompt_travels_from_gpu_to_gpu(book: Book, looks: int) -> None:
 class OneMore:
     """Replaces `worker.ranks.Ranks`: one additional rank with pages like those of rank 0."""
 
-    def __init__(self, chip_of: Callable[[], Chip], like: KvPool) -> None:
+    def __init__(self, chip_of: Callable[[], GpuDriver], like: KvPool) -> None:
         planes, draft, tails = (torch.zeros_like(each) for each in (like.planes, like.draft, like.tails))
         self.kv = cast("KvPool", SimpleNamespace(planes=planes, draft=draft, tails=tails))
         self._memory = RankMemory(2)
         self._other = FollowedMemory(os.dup(self._memory.file), 1, self.kv, lambda _: chip_of())
 
-    def export(self, chip: Chip, size: int) -> Memory:
+    def export(self, chip: GpuDriver, size: int) -> MemoryRange:
         memory, told = self._memory.export(chip, size)
         self._other.map(told)
         return memory
@@ -254,7 +254,7 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
     """While another reader never takes its chunk, so that one lease is always active."""
     both = pair(book)
     computes = both.computes.exchange
-    (first, *_) = computes._departures
+    (first, *_) = computes._outgoing._departures
     other = first.lender.lend(256, "another reader", 1e9)
     assert other is not None
     try:
@@ -263,11 +263,11 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
             with torch.inference_mode():
                 for _ in range(1000):
                     both.turn()
-                    if both.answers.idle and not computes._out:
+                    if both.answers.idle and not computes._outgoing.prompts:
                         break
             both.turn()  # processes the last message
             assert first.lender.lent == (other,)
-            assert computes._leases == {}
+            assert computes._outgoing._leases == {}
         assert computes.counts["handed over"] == 4
     finally:
         first.lender.drop(other)

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.kernels.cpu import native
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.shapes import KIMI_K26
-from redline.policy.floor import Counted
+from redline.policy.floor import StepContents
 from redline.worker import floor
 from redline.worker.floor import measure, step_work
 
-ONE = Counted(positions=1, heads=1)
+ONE = StepContents(positions=1, heads=1)
 
 
 def test_kimis_step_of_one_token_by_hand() -> None:
@@ -34,13 +34,13 @@ def test_kimis_step_of_one_token_by_hand() -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_it_is_the_floor_of_redline_bench_decode(ranks: int) -> None:
     rows, tokens, context = 8, 4, 1000
-    depth = Depth(
+    depth = DepthCase(
         shape="kimi-k2.6", config=KIMI_K26, physical=12, rows=rows, tokens=tokens, context=context,
         kv_dtype=torch.float8_e4m3fn, overlap=None, ranks=ranks,
     )  # fmt: skip
     experts = 60 * 384 * (1 - (1 - 8 / 384) ** (rows * tokens))
     pairs = rows * (tokens * context + tokens * (tokens + 1) / 2)
-    counted = Counted(rows * tokens, rows * tokens, rows * (context + tokens), pairs)
+    counted = StepContents(rows * tokens, rows * tokens, rows * (context + tokens), pairs)
     ours, theirs = step_work(KIMI_K26, torch.float8_e4m3fn, ranks), depth.cost(experts)
     assert ours.bytes(counted) == pytest.approx(theirs.bytes, rel=1e-9)
     assert ours.operations(counted) == pytest.approx(theirs.flops, rel=1e-9)

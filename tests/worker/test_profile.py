@@ -26,7 +26,7 @@ from redline.worker import profile
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 from redline.worker.loop import lead
-from redline.worker.profile import Profiles, Profiling, Spans
+from redline.worker.profile import ProfileRecording, ProfileService, SpanBuffer
 from tests.clocks import FakeClock
 from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
@@ -47,7 +47,7 @@ class World:
         self.runner.begins = nobody
         with clock.installed():
             planner = Planner(32, CONFIG, 400, hash_page)
-            profiles = Profiles(planner, self.runner, outbox, clock.ns)
+            profiles = ProfileService(planner, self.runner, outbox, clock.ns)
             lead(planner, self.runner, Rests(clock, said, then), outbox, [profiles])
         self.told = outbox.drain(wait=False)
 
@@ -104,7 +104,7 @@ def test_a_later_one_ends_an_earlier_one():
 
 
 def test_spans_leave_in_the_order_in_which_they_came():
-    spans = Spans(3)
+    spans = SpanBuffer(3)
     for number in range(5):
         spans.add("lane", str(number), number, number)
     assert [span.name for span in spans.take(2)] == ["0", "1"]
@@ -114,13 +114,13 @@ def test_spans_leave_in_the_order_in_which_they_came():
 @pytest.mark.skipif(native.find_compiler() is None, reason="the kernels record their own times")
 def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each op of a step is within that step's `forward` span or the neighbouring spans, on the same clock."""
-    asked = list[Profiling]()
+    asked = list[ProfileRecording]()
 
-    def profiling(*args: Any) -> Profiling:
-        asked.append(Profiling(*args))
+    def profiling(*args: Any) -> ProfileRecording:
+        asked.append(ProfileRecording(*args))
         return asked[0]
 
-    monkeypatch.setattr(profile, "Profiling", profiling)
+    monkeypatch.setattr(profile, "ProfileRecording", profiling)
     random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
     with Engine.open(write_tiny_tokenizer(tmp_path), EngineConfig(device="cpu", kv_memory=20 << 20)) as engine:
         outbox = engine._outbox

@@ -8,7 +8,7 @@ import pytest
 from redline.deploy.config import read
 from redline.errors import ConfigError
 from redline.model.k2.write import k25_config
-from redline.run.fit import Sizes
+from redline.run.fit import MemorySizes
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 from tests.tiny_model import job, kernel_config, prompt, run
@@ -64,8 +64,8 @@ def test_ranks_on_a_cpu_have_no_random_parts(folder: Path):
 
 def test_only_layers_that_lie_in_memory_are_counted():
     of = kernel_config(num_hidden_layers=6)
-    assert Sizes(of, in_memory=2).weight_bytes == Sizes(kernel_config(num_hidden_layers=2)).weight_bytes
-    assert Sizes(of, in_memory=2).page_bytes == Sizes(of).page_bytes
+    assert MemorySizes(of, in_memory=2).weight_bytes == MemorySizes(kernel_config(num_hidden_layers=2)).weight_bytes
+    assert MemorySizes(of, in_memory=2).page_bytes == MemorySizes(of).page_bytes
 
 
 def test_what_others_reach_is_no_place_for_it(folder: Path):

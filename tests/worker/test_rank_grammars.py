@@ -17,7 +17,7 @@ from redline.messages.step import Forget, Step
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import KEPT, KEPT_CHARS, Matchers
 from redline.run.runner import Runner
-from redline.worker.drawn import Comparison
+from redline.worker.drawn import DigestComparison
 from redline.worker.rank import _obey
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from redline.worker.ranks import LeadingRunner
@@ -46,7 +46,7 @@ class Two:
         """Execute the commands that the follower has received."""
         commands = [*map(decode, self.told), Stop()]
         self.told.clear()
-        _obey(self.follower, SimpleNamespace(drain=lambda **_: commands), Comparison(1), self._followed)  # type: ignore[arg-type]
+        _obey(self.follower, SimpleNamespace(drain=lambda **_: commands), DigestComparison(1), self._followed)  # type: ignore[arg-type]
 
     def hold(self, text: str) -> Callable[[], bool]:
         return self.leader.hold(Grammar(text=text))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from redline.errors import RankLost
-from redline.kernels.cpu import ranks as cpu_ranks
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu import all_reduce as cpu_ranks
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import ALONE
 from redline.messages.job import Job
 from redline.messages.step import Drawn, RowResult, StepResult
@@ -25,10 +25,10 @@ from redline.model.k2.shard import rooms_of
 from redline.model.k2.write import random_checkpoint
 from redline.policy.costs import StepCosts
 from redline.run import runner
-from redline.run.fit import Sizes
+from redline.run.fit import MemorySizes
 from redline.worker import engine, ranks
 from redline.worker.config import EngineConfig, RankConfig, Suffix
-from redline.worker.drawn import Account, Comparison
+from redline.worker.drawn import DigestComparison, TokenDigest
 from redline.worker.engine import EngineCore, load_model
 from redline.worker.ranks import Ranks
 from tests import forked
@@ -39,8 +39,9 @@ from tests.waiting import LIMIT_S, until
 
 FOLLOWER = """
 import signal, sys
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.run import runner
+from redline.run.eager_step import EagerSteps
 from redline.run.runner import Runner
 from redline.worker import engine, rank
 {changes}
@@ -138,7 +139,7 @@ def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch:
     monkeypatch.setattr(runner, "STEP_S", 3600.0)
     follow(
         monkeypatch,
-        "def fails(self, spans): raise ValueError('odd')\nRunner._compute = fails\n"
+        "def fails(self, spans): raise ValueError('odd')\nEagerSteps._compute = fails\n"
         "Runner.close = lambda self: signal.pause()",
     )
     core = EngineCore.load(folder, config())
@@ -207,7 +208,7 @@ def test_a_rank_that_ends_before_there_is_a_group_is_told_to_the_group(monkeypat
     others = Ranks("", config(), CPU, kernel_config())
     try:
         with pytest.raises(RankLost, match="rank 1 failed while it was loading: there is no room"):
-            others.group.add(torch.ones(1, 4))
+            others.group.all_reduce(torch.ones(1, 4))
     finally:
         others.close()
 
@@ -260,10 +261,11 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
     gate, slices = tmp_path / "gate", 0
     os.mkfifo(gate)
     follow(
-        monkeypatch, f"load = engine.load\ndef slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
-        "engine.load = slow",
+        monkeypatch, "from redline.model.k2 import load as opened\nload = opened.load\n"
+        f"def slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
+        "opened.load = slow",
     )  # fmt: skip
-    meet = SharedMemoryGroup._meet
+    meet = SharedMemoryGroup._exchange
 
     def in_short_slices(self: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
         nonlocal slices
@@ -272,7 +274,7 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
             gate.open("w").close()  # returns once the other rank has opened it
         return meet(self, part, whole, width, seconds if slices > MORE_SLICES else 0.0001)
 
-    monkeypatch.setattr(SharedMemoryGroup, "_meet", in_short_slices)
+    monkeypatch.setattr(SharedMemoryGroup, "_exchange", in_short_slices)
     core = EngineCore.load(folder, config())
     core.runner.close()
     assert slices > MORE_SLICES
@@ -290,10 +292,10 @@ def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
     counted.touch()
     follow(
         monkeypatch,
-        "runner.STEP_S = 0.5\nmeet, counted = SharedMemoryGroup._meet, "
+        "runner.STEP_S = 0.5\nmeet, counted = SharedMemoryGroup._exchange, "
         f"open({str(counted)!r}, 'ab', buffering=0)\n"
         "def counts(self, *given): counted.write(b'.'); return meet(self, *given)\n"
-        "SharedMemoryGroup._meet = counts",
+        "SharedMemoryGroup._exchange = counts",
     )
     measure = engine.calibrate
 
@@ -335,11 +337,11 @@ def before_a_step(given: Any, patch: pytest.MonkeyPatch, wait: Callable[[], obje
 def test_a_rank_that_draws_another_token_ends_all_with_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(
         monkeypatch,
-        "chosen, steps = Runner._chosen, []\n"
+        "chosen, steps = EagerSteps._chosen, []\n"
         "def other(self, spans, out):\n"
         "    steps.append(1)\n"
         "    return [token ^ (len(steps) == 5) for token in chosen(self, spans, out)]\n"
-        "Runner._chosen = other",
+        "EagerSteps._chosen = other",
     )
     core = EngineCore.load(folder, config())
     try:
@@ -360,7 +362,7 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
     """The seventh step differs: it must be the one that is named, although later steps may be known already."""
 
     def compare(steps: list[StepResult]) -> None:
-        zero, comparison = Account(), Comparison(1)
+        zero, comparison = TokenDigest(), DigestComparison(1)
         for n in range(-2, len(steps) + 2):
             if 0 <= n + ahead < len(steps):
                 zero.note(STEPS[n + ahead])
@@ -380,7 +382,7 @@ def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
     def calls(rows: int) -> int:
         """Calls of Python and C functions by both ranks together, in the second step that they compare."""
         steps = [step_of(number, *[(1000 + row, 5, 6) for row in range(rows)]) for number in (1, 2)]
-        zero, comparison, count = Account(), Comparison(1), 0
+        zero, comparison, count = TokenDigest(), DigestComparison(1), 0
 
         def seen(_: object, event: str, __: object) -> None:
             nonlocal count
@@ -401,7 +403,7 @@ def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
 
 
 def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> None:
-    zero, comparison = Account(), Comparison(3)
+    zero, comparison = TokenDigest(), DigestComparison(3)
     comparison.hear(Drawn())
     comparison.note(step_of(10, (5,)))
     zero.note(STEPS[0])
@@ -416,11 +418,11 @@ def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> 
 
 
 def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group is open when free memory is read, and its inbox is part of what `Sizes` counts."""
+    """The group is open when free memory is read, and its inbox is part of what `MemorySizes` counts."""
     words = 2 * rooms_of(Checkpoint.open(folder).config, 2).words
     seen: list[int] = []
 
-    def fitted(_: Sizes, free: int, *__: object, **___: object) -> None:
+    def fitted(_: MemorySizes, free: int, *__: object, **___: object) -> None:
         seen.append(free)
         raise EOFError
 

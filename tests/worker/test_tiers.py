@@ -11,7 +11,8 @@ import pytest
 from redline.errors import ConfigError
 from redline.messages.delta import Brought
 from redline.messages.job import PAGE_TOKENS, Job, PageId
-from redline.run.tiers.store import Reading, Saved
+from redline.run.tiers.store import Saved
+from redline.run.tiers.tables import TierRead
 from redline.worker.engine import EngineCore
 from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of, told
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
@@ -114,9 +115,9 @@ def test_a_page_that_was_damaged_in_memory_is_computed_and_those_before_it_are_n
             one(engine, f"before-{seed}", seed)
         store = tiers_of(engine).store
         kept = [hash for hash in asked("named", 1).pages if store.find([hash])]
-        entry = store._host.find(kept[2])
+        entry = store._tables.host.find(kept[2])
         assert entry is not None
-        store._host.slots.bytes_of(entry.slot)[-1] ^= 1
+        store._tables.host.slots.bytes_of(entry.slot)[-1] ^= 1
         assert one(engine, "after", 1).tokens == alone(1).tokens
         assert dict(tier(engine, "host").counts)["spoilt"] == 1
         assert tier(engine, "host").hit_tokens == 2 * PAGE_TOKENS
@@ -187,10 +188,10 @@ def test_a_disk_that_is_full_is_said_and_answers_go_on(
 def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:
     with opened() as engine:
         store = tiers_of(engine).store
-        slots = store._host.slots
-        with store._lock:  # as for a copy that is read by a GPU
+        slots = store._tables.host.slots
+        with store._tables.lock:  # as for a copy that is read by a GPU
             slots.ahead = 1
-            store._lock.notify_all()
+            store._tables.lock.notify_all()
         until(lambda: not slots.short(busy=False), "memory was not allocated")
         store.check()
 
@@ -201,10 +202,10 @@ def test_who_writes_its_pages_at_the_end_does_not_wait_for_memory(tmp_path: Path
         one(engine, "before", 1)
         assert store.settle(WAIT_S)
         engine.planner.forget_idle()
-        with store._lock:
-            store._host.slots.ahead = 1
-            store._host.slots.short = lambda *, busy: store._host.slots.ahead is not None  # type: ignore[method-assign]
-            store._lock.notify_all()
+        with store._tables.lock:
+            store._tables.host.slots.ahead = 1
+            store._tables.host.slots.short = lambda *, busy: store._tables.host.slots.ahead is not None  # type: ignore[method-assign]
+            store._tables.lock.notify_all()
         store.flush(WAIT_S)
         assert dict(tier(engine, "disk").counts)["stored"] >= 6
 
@@ -227,7 +228,7 @@ def test_what_is_saved_to_make_room_is_predicted_with_the_reading(monkeypatch: p
             now += 0.002 * count
             return count
 
-        def reads(reading: Reading, pages: Sequence[PageId], seconds: float) -> None:
+        def reads(reading: TierRead, pages: Sequence[PageId], seconds: float) -> None:
             nonlocal now
             read(reading, pages, 60.0)
             assert reading.ended.wait(60.0)

@@ -12,13 +12,13 @@ from redline.errors import ConfigError
 from redline.kernels.hopper import peers
 from redline.run.kv import KvPool
 from redline.transport import nixl
-from redline.transport.base import Memory, TransferFailed
+from redline.transport.base import MemoryRange, TransferFailed
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import PeerTransport
 from redline.worker import transfer_paths
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
+from redline.worker.parcel_memory import BufferSizes, GpuParcels, HostParcels, PinnedParcels
 from redline.worker.transfer_paths import Carrier, TransferPath, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book, BookGpu
 
@@ -26,11 +26,11 @@ CPU = torch.device("cpu")
 
 
 class Small(HostParcels):
-    sizes = Sizes(parcel=1 << 16, area=1 << 18, landing=1 << 18)
+    sizes = BufferSizes(parcel=1 << 16, area=1 << 18, landing=1 << 18)
 
 
 class Huge(HostParcels):
-    sizes = Sizes(parcel=1 << 16, area=1 << 50, landing=1 << 18)
+    sizes = BufferSizes(parcel=1 << 16, area=1 << 50, landing=1 << 18)
 
 
 def kv() -> KvPool:
@@ -125,11 +125,11 @@ class Registers(MemoryTransport):
         super().__init__()
         self.make, self.settle = make, settle
 
-    def area(self, memory: Memory | int) -> Any:
+    def area(self, memory: MemoryRange | int) -> Any:
         assert isinstance(memory, int)
         return super().area(memory if self.make is None else self.make(memory))
 
-    def landing(self, memory: Memory) -> Any:
+    def landing(self, memory: MemoryRange) -> Any:
         if self.make is not None and self.refuses:
             raise ConfigError("transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
         return super().landing(memory)
@@ -141,9 +141,9 @@ class OfBook(Small):
     def __init__(self, _: torch.device, chip: Any) -> None:
         self.chip = chip
 
-    def make(self, size: int) -> Memory:
+    def make(self, size: int) -> MemoryRange:
         exported = self.chip.export(size)
-        return Memory(exported.address, size, self.chip.device, owner=exported)
+        return MemoryRange(exported.address, size, self.chip.device, owner=exported)
 
     def settle(self) -> None:
         """No operation is in flight."""

@@ -1,81 +1,26 @@
 """OpenAPI descriptions of the routes of Anthropic's API.
 
-Bodies are the structs that `requests.py` decodes; this file has the fields that are decoded from `Raw`, and the
-responses.
+Bodies are the structs that `requests.py` decodes; those of responses are in
+`protocol.py`; this file has the fields that are decoded from `Raw`.
 """
 
 from typing import Any
 
+from redline.api.anthropic import protocol
 from redline.api.anthropic import requests as anthropic
-from redline.api.anthropic.events import KINDS, OVERLOADED
+from redline.api.anthropic.events import OVERLOADED
 from redline.api.config import Defaults, Limits
+from redline.api.handlers import Handlers
 from redline.api.openapi.operation import (
-    ANY_OBJECT,
-    COUNT,
-    TEXT,
-    ErrorShape,
+    ErrorFormat,
     Operation,
     Schema,
     always,
-    listed,
-    nullable,
-    shape,
 )
+from redline.api.sampling import default_schemas
+from redline.messages.sampling_option import Api
 
-_KIND: Schema = {"enum": sorted({"api_error", "invalid_request_error", *KINDS.values()})}
-ERROR = ErrorShape(
-    "anthropic.Error",
-    shape(optional=("request_id",), type=always("error"), error=shape(type=_KIND, message=TEXT), request_id=TEXT),
-    OVERLOADED,
-)
-_USAGE = shape(
-    input_tokens=COUNT,
-    cache_creation_input_tokens=COUNT,
-    cache_read_input_tokens=COUNT,
-    output_tokens=COUNT,
-    output_tokens_details=shape(thinking_tokens=COUNT),
-)
-_BLOCK: Schema = {
-    "anyOf": [
-        shape(type=always("text"), text=TEXT),
-        shape(type=always("thinking"), thinking=TEXT, signature=TEXT),
-        shape(type=always("tool_use"), id=TEXT, name=TEXT, input=ANY_OBJECT),
-    ]
-}
-_STOP = nullable({"enum": ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]})
-_MESSAGE = shape(
-    id=TEXT,
-    type=always("message"),
-    role=always("assistant"),
-    model=TEXT,
-    content=listed(_BLOCK),
-    stop_reason=_STOP,
-    stop_sequence=nullable(TEXT),
-    usage=_USAGE,
-)
-_DELTA: Schema = {
-    "anyOf": [
-        shape(type=always("text_delta"), text=TEXT),
-        shape(type=always("thinking_delta"), thinking=TEXT),
-        shape(type=always("signature_delta"), signature=TEXT),
-        shape(type=always("input_json_delta"), partial_json=TEXT),
-    ]
-}
-_EVENT: Schema = {
-    "anyOf": [
-        shape(type=always("message_start"), message=_MESSAGE),
-        shape(type=always("ping")),
-        shape(type=always("content_block_start"), index=COUNT, content_block=_BLOCK),
-        shape(type=always("content_block_delta"), index=COUNT, delta=_DELTA),
-        shape(type=always("content_block_stop"), index=COUNT),
-        shape(
-            type=always("message_delta"),
-            delta=shape(stop_reason=_STOP, stop_sequence=nullable(TEXT)),
-            usage=_USAGE,
-        ),
-        shape(type=always("message_stop")),
-    ]
-}
+ERRORS = ErrorFormat(protocol.MessagesError, OVERLOADED)
 _SCHEMA: Schema = {"type": ["object", "null"], "description": "A JSON schema."}
 _FORMAT: Schema = {
     "type": ["object", "null"],
@@ -108,30 +53,30 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "/v1/messages",
             "Answers",
             "Anthropic's messages: answer a conversation",
-            _MESSAGE,
+            protocol.MessageResponse,
             notes=_NOTES,
             body=anthropic.MessagesBody,
             example={"max_tokens": 16, "messages": prompt},
             raw=_RAW | {"output_format": {**_FORMAT, "description": "The former name of output_config.format."}},
-            bounds=common
-            | {field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
+            bounds=common | default_schemas(Api.ANTHROPIC, defaults),
             refused=refused,
-            event=_EVENT,
+            event=protocol.MessageEvent,
             framing="each a line `event: NAME` and a line `data: JSON`; the last one is message_stop, or error",
-            errors=ERROR,
+            errors=ERRORS,
         ),
         Operation(
             "POST",
             "/v1/messages/count_tokens",
             "Tokens",
             "Anthropic's count of the tokens of a prompt",
-            shape(input_tokens=COUNT),
+            protocol.CountTokensResponse,
+            Handlers.count_tokens,
             notes=_NOTES,
             body=anthropic.CountBody,
             example={"messages": prompt},
             raw=_RAW,
             bounds=common,
             refused=refused,
-            errors=ERROR,
+            errors=ERRORS,
         ),
     )

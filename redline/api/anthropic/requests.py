@@ -10,7 +10,7 @@ every prefix cache hit.
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,7 +18,7 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.requests import (
     ABSENT,
     Item,
@@ -32,12 +32,12 @@ from redline.api.openai.requests import (
     read,
 )
 from redline.api.responses.sealed import unseal
+from redline.api.sampling import sampling_of, with_sampling
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
-from redline.chat.generation import Temperature, TopK, TopP
 from redline.errors import RequestError
 from redline.messages.base import Record
-from redline.messages.job import Sampling
+from redline.messages.sampling_option import Api
 
 FOREIGN = "claude"  # model names with this prefix select the served model
 _ACCOUNTING = "x-anthropic-billing-header:"
@@ -142,17 +142,20 @@ class _Prompt(msgspec.Struct, kw_only=True):
     container: msgspec.Raw = ABSENT
 
 
-class _Messages(_Prompt, kw_only=True):
+if TYPE_CHECKING:
+    _Sampled = _Prompt
+else:
+    _Sampled = with_sampling(_Prompt, Api.ANTHROPIC)
+
+
+class _Messages(_Sampled, kw_only=True):
     max_tokens: _Count
     output_format: msgspec.Raw = ABSENT  # the former name of output_config.format
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
     stream: bool | None = None
 
 
-class MessagesRequest(Asked, frozen=True):
+class MessagesRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/messages."""
 
     name: str | None = None  # the client's model name
@@ -180,14 +183,7 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         raise RequestError("a constrained answer cannot continue an assistant message", constraint.param)
     ask = Ask(
         prompts=(conversation,),
-        sampling=Sampling(
-            max_tokens=request.max_tokens,
-            temperature=defaults.temperature if request.temperature is None else request.temperature,
-            top_p=defaults.top_p if request.top_p is None else request.top_p,
-            top_k=max(defaults.top_k if request.top_k is None else request.top_k, 0),
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        ),
+        sampling=sampling_of(request, Api.ANTHROPIC, defaults, request.max_tokens),
         stop=check_stops(tuple(request.stop_sequences or ()), "stop_sequences"),
         constraint=constraint,
         thinking_budget=request.thinking.budget_tokens if request.thinking else None,
@@ -435,7 +431,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
         if not _is_function(tool):
             if not is_absent(tool.input_schema):
                 raise RequestError(f"a tool with a schema needs type custom, not {tool.type}", f"tools[{index}].type")
-            continue  # ignored: see Asked.left_out
+            continue  # ignored: see ParsedRequest.left_out
         if tool.name is None:
             raise RequestError("a tool needs its name", f"tools[{index}].name")
         schema = None if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)

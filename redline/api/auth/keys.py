@@ -24,7 +24,7 @@ import msgspec
 
 from redline import clock
 from redline.api.auth.access import Headers, check_key
-from redline.api.auth.quota import Account
+from redline.api.auth.quota import KeyAccount
 from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.errors import ConfigError
 
@@ -33,7 +33,7 @@ MOST_BYTES = 16 << 20  # of the file
 SECRET = secrets.token_bytes(16)  # for generated names of keys: they are logged, and must not reveal the key
 
 
-class Entry(msgspec.Struct, frozen=True):
+class KeyEntry(msgspec.Struct, frozen=True):
     """Name, limits and class of a key."""
 
     name: str
@@ -46,15 +46,15 @@ def read_keys(
     default: KeyLimits = KeyLimits(),  # noqa: B008
     classes: Collection[str] = (),
     secret: bytes = SECRET,
-) -> dict[bytes, Entry]:
+) -> dict[bytes, KeyEntry]:
     """Entries by the SHA-256 of their keys, so that a comparison takes the same time for every key length.
 
     classes: SLO classes of the deployment. secret: for generated names of keys without one; the same in all processes
     of a server. Raises ConfigError, which names the line and never a key, if the file cannot be read, contains no key
     or contains an unknown limit or class.
     """
-    entries: dict[bytes, Entry] = {}
-    said_of: dict[str, tuple[Entry, str]] = {}
+    entries: dict[bytes, KeyEntry] = {}
+    said_of: dict[str, tuple[KeyEntry, str]] = {}
     for number, line in enumerate(_text(path).split("\n"), 1):
         place = f"{path}, line {number}"
         words = _words(line, place)
@@ -109,10 +109,10 @@ def _words(line: str, place: str) -> list[str]:
 
 def _entry(
     words: list[str], default: KeyLimits, classes: Collection[str], place: str, secret: bytes
-) -> tuple[Entry, str]:
+) -> tuple[KeyEntry, str]:
     if len(words) == 1:
         name = f"key-{blake2b(words[0].encode(), key=secret, digest_size=4).hexdigest()}"
-        return Entry(name, default), words[0]
+        return KeyEntry(name, default), words[0]
     name, key, *rest = words
     if len(name) > NAME_CHARS or not name.isprintable():
         raise ConfigError(f"{place}: the name is not printable text of at most {NAME_CHARS} characters")
@@ -136,22 +136,22 @@ def _entry(
         limits = msgspec.convert({**msgspec.structs.asdict(default), **said}, KeyLimits, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}: {name}: {error}") from None
-    return Entry(name, limits, sla), key
+    return KeyEntry(name, limits, sla), key
 
 
 Version = tuple[int, int, int]
 """Identity of the file's version: mtime, size and inode."""
 
 
-class Reading(NamedTuple):
+class KeysFileRead(NamedTuple):
     """Result of reading the file once. seen: version of the file; None: it did not exist."""
 
     seen: Version | None
-    found: dict[bytes, Entry] | ConfigError
+    found: dict[bytes, KeyEntry] | ConfigError
 
 
 class Keyring:
-    """The current keys, and an Account per name, which survives reloads of the file."""
+    """The current keys, and a KeyAccount per name, which survives reloads of the file."""
 
     def __init__(
         self,
@@ -167,25 +167,25 @@ class Keyring:
         self._secret = secret
         self._default = default
         self._clock = clock
-        self.accounts: dict[str, Account] = {}
+        self.accounts: dict[str, KeyAccount] = {}
         self._seen: Version | None = None
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, KeyEntry] = {}
         reading = self.read()
         assert reading is not None
         self.take(reading)
 
-    def read(self, *, changed: bool = False) -> Reading | None:
+    def read(self, *, changed: bool = False) -> KeysFileRead | None:
         """Read the file without applying it, so it may run in another thread. changed: return None if the file's
         version is the one applied last."""
         seen = self._look()
         if changed and seen == self._seen:
             return None
         try:
-            return Reading(seen, read_keys(self.path, self._default, self._classes, self._secret))
+            return KeysFileRead(seen, read_keys(self.path, self._default, self._classes, self._secret))
         except ConfigError as error:
-            return Reading(seen, error)
+            return KeysFileRead(seen, error)
 
-    def take(self, reading: Reading) -> int:
+    def take(self, reading: KeysFileRead) -> int:
         """Apply a reading. Returns the number of keys. Raises the ConfigError of a reading that failed; the previous
         keys stay in effect then."""
         self._seen = reading.seen
@@ -198,13 +198,13 @@ class Keyring:
                 del self.accounts[name]
         for name, entry in names.items():
             if (account := self.accounts.get(name)) is None:
-                account = self.accounts[name] = Account(name, entry.limits, self._clock)
+                account = self.accounts[name] = KeyAccount(name, entry.limits, self._clock)
             elif account.limits != entry.limits:
                 account.limit(entry.limits)
             account.sla = entry.sla
         return len(self._entries)
 
-    def account(self, headers: Headers) -> Account:
+    def account(self, headers: Headers) -> KeyAccount:
         """The account of a request. Raises Refusal (401) for a request without a known key."""
         return self.accounts[self._entries[check_key(headers, self._entries)].name]
 

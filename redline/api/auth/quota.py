@@ -30,7 +30,7 @@ class LimitReached(Refusal):
         self.retry_s = retry_s
 
 
-class Bucket:
+class TokenBucket:
     """Token bucket of `most` units per `seconds`: starts full, refills at `per_s`, and may be in debt."""
 
     def __init__(self, most: float, seconds: float, now: float) -> None:
@@ -54,7 +54,7 @@ class Bucket:
         self._level -= units
 
 
-class Account:
+class KeyAccount:
     """Usage of one key name. `tokens` and `requests` count since the server started."""
 
     def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = clock.monotonic) -> None:
@@ -64,7 +64,7 @@ class Account:
         self.requests = 0
         self.tokens = 0  # tokens of prompts and answers
         self._clock = clock
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
         self._elsewhere: dict[str, OfKey] = {}  # the last report of each other API replica
         self.limit(limits)
 
@@ -78,7 +78,7 @@ class Account:
             if most is not None:
                 old = before.get(name)
                 if old is None or old.per_s != most / seconds:
-                    old = Bucket(most, seconds, self._clock())
+                    old = TokenBucket(most, seconds, self._clock())
                 self._buckets[name] = old
 
     @contextmanager
@@ -143,7 +143,7 @@ class Caller(msgspec.Struct, frozen=True):
     """The caller of a request, and the request's deadline."""
 
     request_id: str = ""
-    account: Account | None = None  # None: the server has no keys
+    account: KeyAccount | None = None  # None: the server has no keys
     began: float = 0.0  # by time.monotonic
     timeout_s: float | None = None  # from `began` to the last token
     passage: RequestSpan | None = None  # collects the request's timings, if set

@@ -21,7 +21,7 @@ from redline.chat.schema import Written, loosen
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
 from redline.messages.base import Record
-from redline.policy.grammar import NOT_TOLD, Budget, parser_limits
+from redline.policy.grammar import NOT_TOLD, GrammarBudget, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,14 +35,15 @@ _INWARD = b'{[":,'  # bytes that continue or open nested JSON values
 
 
 class Vocabulary(Record, frozen=True):
-    """The first frame: tokens by id, names of control tokens, and the memory limit."""
+    """The first frame: tokens by id, names of control tokens, which of them end an answer, and the memory limit."""
 
     tokens: tuple[bytes, ...]
     names: dict[int, str]
+    ends: tuple[str, ...]
     memory_bytes: int
 
 
-class Trial(Record, frozen=True):
+class GrammarTrial(Record, frozen=True):
     """A trial, by kind.
 
     grammar: compile it. gbnf: convert a GBNF grammar to Lark's syntax. schemas: a JSON list of pairs of a client's
@@ -54,7 +55,7 @@ class Trial(Record, frozen=True):
     kind: Literal["grammar", "gbnf", "schemas", "loosen"] = "grammar"
 
 
-class Verdict(Record, frozen=True):
+class GrammarVerdict(Record, frozen=True):
     """The result of a trial. error: why the grammar cannot be used; None: it can. text: the converted grammar, or the
     looser schema.
 
@@ -85,14 +86,14 @@ def main() -> None:
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
     resource.setrlimit(resource.RLIMIT_AS, (vocabulary.memory_bytes, vocabulary.memory_bytes))
     ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
-    tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names))
+    tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names, ends=vocabulary.ends))
     inward = [ranks[bytes([byte])] for byte in _INWARD if bytes([byte]) in ranks]
     while (data := _frame(inlet)) is not None:
-        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=Trial), tokens, inward)))
+        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=GrammarTrial), tokens, inward)))
         outlet.flush()
 
 
-def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def verdict_of(trial: GrammarTrial, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     """Run a trial. inward: tokens that continue or open nested JSON values."""
     try:
         match trial.kind:
@@ -102,12 +103,14 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
                 return _converted(trial.text)
             case "schemas":
                 written = [_written(schema, closed=closed) for schema, closed in json.loads(trial.text)]
-                return Verdict(schemas=tuple(one for one, _ in written), complaints=tuple(one for _, one in written))
+                return GrammarVerdict(
+                    schemas=tuple(one for one, _ in written), complaints=tuple(one for _, one in written)
+                )
             case "loosen":
                 schema, closed = json.loads(trial.text)
                 return _loosened(Written(schema, closed=closed), tokens, inward)
     except (ValueError, RecursionError) as error:
-        return Verdict(error=f"the schema cannot be parsed: {error}")
+        return GrammarVerdict(error=f"the schema cannot be parsed: {error}")
 
 
 def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
@@ -119,36 +122,36 @@ def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
         return ANY_OBJECT, f"the schema cannot be parsed: {error}"
 
 
-def _converted(text: str) -> Verdict:
+def _converted(text: str) -> GrammarVerdict:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return Verdict(text=gbnf_to_lark(text))
+        return GrammarVerdict(text=gbnf_to_lark(text))
     except Exception as error:  # any exception of the parser for a malformed grammar
-        return Verdict(error=f"it cannot be parsed as GBNF: {error}")
+        return GrammarVerdict(error=f"it cannot be parsed as GBNF: {error}")
 
 
-def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     def error_of(schema: dict[str, Any]) -> str | None:
         return _tried(grammars([of_schema("schema", dumped(schema))]), tokens, inward).error
 
     if (error := error_of(written.schema)) is None:
-        return Verdict(text=dumped(written.schema))
+        return GrammarVerdict(text=dumped(written.schema))
     schema, place = loosen(written, lambda schema: error_of(schema) is None, LOOSEN_S)
-    return Verdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
+    return GrammarVerdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
 
 
-def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
-        return Verdict(error=_error(matcher))
+        return GrammarVerdict(error=_error(matcher))
     draw = random.Random(text)
     for number in range(WALKS):
         if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
-            return Verdict(error=error, timed=error.startswith(TOO_LONG))
-    return Verdict()
+            return GrammarVerdict(error=error, timed=error.startswith(TOO_LONG))
+    return GrammarVerdict()
 
 
 def line_of(error: str) -> str:
@@ -160,7 +163,7 @@ def line_of(error: str) -> str:
 def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> str | None:
     """Follow the grammar along randomly drawn allowed tokens, as a worker would. Returns why that fails or takes too
     long; None: no problem was found. rather: tokens that are drawn half the time if they are allowed."""
-    budget, began = Budget(), clock.thread_time()
+    budget, began = GrammarBudget(), clock.thread_time()
     for _ in range(WALKED):
         forced = matcher.compute_ff_tokens()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")

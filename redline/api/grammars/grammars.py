@@ -12,7 +12,7 @@ from hashlib import blake2b
 import msgspec
 
 from redline.api.config import Limits
-from redline.api.grammars.grammar_child import Trial, Verdict, line_of
+from redline.api.grammars.grammar_child import GrammarTrial, GrammarVerdict, line_of
 from redline.api.grammars.trials import GrammarProcess, Trials
 from redline.chat.constraint import ANY_OBJECT, Calls, Constraint, Form, Part, any_of, compose, dumped, forms
 from redline.chat.conversation import Conversation
@@ -33,7 +33,7 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._bytes = 0  # size of the cached verdicts
         self.trials = Trials(limits, [GrammarProcess(tokenizer, limits) for _ in range(2)], self._keep)
 
@@ -56,7 +56,7 @@ class Grammars:
         enforced are left out; if finding them takes too long, the tool accepts any JSON object.
         """
         if constraint is not None and constraint.kind == "grammar" and "::=" in constraint.text:
-            verdict = await self._verdict(Trial(text=constraint.text, kind="gbnf"), tenant)
+            verdict = await self._verdict(GrammarTrial(text=constraint.text, kind="gbnf"), tenant)
             if verdict.error is not None:
                 raise RequestError(verdict.error[:SHOWN_CHARS], constraint.param)
             constraint = msgspec.structs.replace(constraint, text=verdict.text)
@@ -70,7 +70,7 @@ class Grammars:
             composed = compose(constraint, calls, conversation, self._tokenizer, thinks=thinks, schemas=schemas)
             if composed is None:
                 return None
-            verdict = await self._verdict(Trial(text=composed.grammar.text), tenant)
+            verdict = await self._verdict(GrammarTrial(text=composed.grammar.text), tenant)
             if verdict.error is None:
                 return composed.grammar
             looser = await self._loosened(composed.parts, asked, schemas, tenant, tries)
@@ -96,7 +96,7 @@ class Grammars:
         if not asked:
             return {}
         text = dumped([(form.schema, form.closed) for form in asked])
-        verdict = await self._verdict(Trial(text=text, kind="schemas"), tenant)
+        verdict = await self._verdict(GrammarTrial(text=text, kind="schemas"), tenant)
         if verdict.error is not None and len(asked) > 1:  # one of them takes too long
             if tries.left():
                 half = len(asked) // 2
@@ -140,10 +140,10 @@ class Grammars:
 
     async def _failing(
         self, parts: Sequence[Part], tenant: str, tries: "_Tries"
-    ) -> list[tuple[Sequence[Part], Verdict]]:
+    ) -> list[tuple[Sequence[Part], GrammarVerdict]]:
         """The parts that do not compile by themselves, each with its verdict; if there are too many to try one by
         one, groups that contain such a part. parts: with distinct grammars."""
-        verdict = await self._verdict(Trial(text=any_of(parts)), tenant)
+        verdict = await self._verdict(GrammarTrial(text=any_of(parts)), tenant)
         if verdict.error is None:
             return []
         if len(parts) == 1 or not tries.left():
@@ -155,38 +155,48 @@ class Grammars:
     async def _check_together(self, parts: Sequence[Part], tenant: str) -> None:
         """Raises RequestError if one of these strict parts does not compile."""
         own = {part.own: part for part in parts}
-        if own and (error := (await self._verdict(Trial(text=any_of(tuple(own.values()))), tenant)).error) is not None:
+        if (
+            own
+            and (error := (await self._verdict(GrammarTrial(text=any_of(tuple(own.values()))), tenant)).error)
+            is not None
+        ):
             raise _one_of([part.param for part in parts], line_of(error))
 
     async def _looser_than(
-        self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str, tries: "_Tries"
+        self,
+        part: Part,
+        alone: GrammarVerdict,
+        form: Form | None,
+        schemas: dict[str, str],
+        tenant: str,
+        tries: "_Tries",
     ) -> str:
         """The replacement for the schema of a part that does not compile. Raises RequestError if the part is strict.
         alone: the verdict on the part by itself."""
         error = f"it cannot be compiled: {line_of(alone.error or '')}"
         if form is None:
             raise RequestError(error[:SHOWN_CHARS], part.param)
-        found = Verdict(timed=True)
+        found = GrammarVerdict(timed=True)
         if not alone.timed and tries.left():
-            found = await self._verdict(Trial(text=dumped((form.schema, form.closed)), kind="loosen"), tenant)
+            found = await self._verdict(GrammarTrial(text=dumped((form.schema, form.closed)), kind="loosen"), tenant)
         if form.strict:
             raise RequestError((found.error or error)[:SHOWN_CHARS], form.param)
         text = found.text if found.text and schemas[part.name] not in (found.text, ANY_OBJECT) else ANY_OBJECT
         if not found.timed:  # else a later request may find more keywords that can be enforced
-            self._keep(_key("looser", schemas[part.name].encode()), Verdict(text=text))
+            self._keep(_key("looser", schemas[part.name].encode()), GrammarVerdict(text=text))
         return text
 
-    async def _verdict(self, trial: Trial, tenant: str) -> Verdict:
+    async def _verdict(self, trial: GrammarTrial, tenant: str) -> GrammarVerdict:
         text = trial.text.encode()
         if len(text) > self._limits.grammar_bytes:
-            return Verdict(error=f"it is {len(text)} bytes; at most {self._limits.grammar_bytes} are read")
+            return GrammarVerdict(error=f"it is {len(text)} bytes; at most {self._limits.grammar_bytes} are read")
         key = _key(trial.kind, text)
         if (known := self._verdicts.get(key)) is not None:
             self._verdicts.move_to_end(key)
             return known
         return await self.trials.verdict(trial, tenant, key, len(text))
 
-    def _keep(self, key: bytes, verdict: Verdict) -> None:
+    def _keep(self, key: bytes, verdict: GrammarVerdict) -> None:
         if (before := self._verdicts.pop(key, None)) is not None:  # two requests asked for it at the same time
             self._bytes -= _size(before)
         self._verdicts[key] = verdict
@@ -230,6 +240,6 @@ def _key(kind: str, text: bytes) -> bytes:
     return blake2b(kind.encode() + b" " + text, digest_size=16).digest()
 
 
-def _size(verdict: Verdict) -> int:
+def _size(verdict: GrammarVerdict) -> int:
     texts = (verdict.text, verdict.error, *verdict.schemas, *verdict.complaints)
     return sum(map(sys.getsizeof, texts))

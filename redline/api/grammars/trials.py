@@ -16,7 +16,7 @@ import msgspec
 
 from redline import clock
 from redline.api.config import Limits
-from redline.api.grammars.grammar_child import LENGTH, Trial, Verdict, Vocabulary, framed
+from redline.api.grammars.grammar_child import LENGTH, GrammarTrial, GrammarVerdict, Vocabulary, framed
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import Overloaded
 
@@ -30,7 +30,7 @@ log = logging.getLogger("redline.api")
 class Child(Protocol):
     """Compiles grammars, one at a time. After any failure it can be used again, but not after `kill`."""
 
-    async def ask(self, trial: Trial) -> Verdict:
+    async def ask(self, trial: GrammarTrial) -> GrammarVerdict:
         """Run a trial. Raises TimeoutError if it takes too long, ConnectionError if the process has exited, as it
         does when out of memory, and Overloaded if no process can be started."""
         ...
@@ -49,19 +49,21 @@ class _Asked:
 
     __slots__ = ("callers", "key", "small", "tenant", "trial", "verdict")
 
-    def __init__(self, trial: Trial, tenant: str, key: bytes, small: bool) -> None:
+    def __init__(self, trial: GrammarTrial, tenant: str, key: bytes, small: bool) -> None:
         self.trial = trial
         self.tenant = tenant
         self.key = key
         self.small = small
         self.callers = 0
-        self.verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self.verdict: asyncio.Future[GrammarVerdict] = asyncio.get_running_loop().create_future()
 
 
 class Trials:
     """The queue of trials, and the child processes that run them. Everything runs in one event loop."""
 
-    def __init__(self, limits: Limits, children: Sequence[Child], keep: Callable[[bytes, Verdict], object]) -> None:
+    def __init__(
+        self, limits: Limits, children: Sequence[Child], keep: Callable[[bytes, GrammarVerdict], object]
+    ) -> None:
         """children: the first runs all trials, the others small ones. keep: called with each key and verdict."""
         self._limits = limits
         self._keep = keep
@@ -78,7 +80,7 @@ class Trials:
         """Trials that have not started."""
         return sum(map(len, self._lines.values()))
 
-    async def verdict(self, trial: Trial, tenant: str, key: bytes, size: int) -> Verdict:
+    async def verdict(self, trial: GrammarTrial, tenant: str, key: bytes, size: int) -> GrammarVerdict:
         """Run a trial and return its verdict.
 
         tenant: the name of the client's key. key: of the trial; concurrent calls with the same key share one trial.
@@ -154,23 +156,25 @@ class Trials:
             del self._serving[place]
 
     async def _try(self, child: Child, asked: _Asked) -> None:
-        verdict: Verdict | Exception
+        verdict: GrammarVerdict | Exception
         try:
             verdict = await child.ask(asked.trial)
         except TimeoutError:
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
-            verdict = Verdict(error=f"compiling it takes more than {self._limits.grammar_seconds:g} s", timed=True)
+            verdict = GrammarVerdict(
+                error=f"compiling it takes more than {self._limits.grammar_seconds:g} s", timed=True
+            )
         except ConnectionError:  # the process may have exited for another reason, so this verdict is not cached
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
-            verdict = Verdict(error="compiling it takes more memory than allowed", timed=True)
+            verdict = GrammarVerdict(error="compiling it takes more memory than allowed", timed=True)
         except Exception as error:
             verdict = error
-        if isinstance(verdict, Verdict) and not verdict.timed:
+        if isinstance(verdict, GrammarVerdict) and not verdict.timed:
             self._keep(asked.key, verdict)
         self._known.pop((asked.tenant, asked.key), None)
         if asked.verdict.done():
             return
-        if isinstance(verdict, Verdict):
+        if isinstance(verdict, GrammarVerdict):
             asked.verdict.set_result(verdict)
         else:
             asked.verdict.set_exception(verdict)
@@ -186,7 +190,7 @@ class GrammarProcess:
         self.process: asyncio.subprocess.Process | None = None  # the running process
         self._killed: list[asyncio.subprocess.Process] = []
 
-    async def ask(self, trial: Trial) -> Verdict:
+    async def ask(self, trial: GrammarTrial) -> GrammarVerdict:
         """See `Child.ask`."""
         if self.process is not None and self.process.returncode is not None:
             self.kill()  # it has exited since its last trial
@@ -200,7 +204,7 @@ class GrammarProcess:
         assert self.process is not None
         try:
             async with asyncio.timeout(self._limits.grammar_seconds):
-                return msgspec.msgpack.decode(await self._answer(self.process, framed(trial)), type=Verdict)
+                return msgspec.msgpack.decode(await self._answer(self.process, framed(trial)), type=GrammarVerdict)
         except asyncio.IncompleteReadError as error:
             self.kill()
             raise ConnectionError("the process has exited") from error
@@ -228,7 +232,7 @@ class GrammarProcess:
         command = sys.executable, "-m", "redline.api.grammars.grammar_child"
         process = self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         try:
-            first = framed(Trial(text='{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'))
+            first = framed(GrammarTrial(text='{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'))
             vocabulary = await asyncio.to_thread(_vocabulary, self._tokenizer, self._limits.grammar_memory)
             await self._answer(process, vocabulary + first)
         except BaseException:
@@ -248,6 +252,8 @@ class GrammarProcess:
 
 def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
     """The first frame sent to a process."""
-    tokens = tuple(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED)))
-    names = {token: name for name, token in tokenizer.specials.items()}
-    return framed(Vocabulary(tokens=tokens, names=names, memory_bytes=memory_bytes))
+    tokens = tuple(map(tokenizer.token_bytes, tokenizer.ordinary))
+    controls = sorted(tokenizer.specials, key=tokenizer.specials.__getitem__)[:RESERVED]
+    names = dict(enumerate(controls, len(tokens)))
+    ends = tuple(str(tokenizer.name(token)) for token in tokenizer.stop_ids)
+    return framed(Vocabulary(tokens=tokens, names=names, ends=ends, memory_bytes=memory_bytes))

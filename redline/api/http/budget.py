@@ -11,7 +11,7 @@ from typing import Protocol
 from redline import clock
 from redline.api.config import Limits
 from redline.api.http.client_disconnects import Disconnects
-from redline.api.http.turns import Turns
+from redline.api.http.turns import ReadQueue
 from redline.limits import open_files
 
 RESERVED_FILES = 128  # descriptors for all else: sockets to workers, pipes, files, and connections of the admin routes
@@ -20,7 +20,7 @@ TELL_FULL_S = 60.0  # seconds between two log lines about reaching the limit
 log = logging.getLogger("redline.api")
 
 
-class Counted(Protocol):
+class ClosableConnection(Protocol):
     """A connection, as seen by `Connections`."""
 
     def give_way(self) -> None:
@@ -37,10 +37,10 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.most = max(1, min(limits.connections, open_files(limits.connections + RESERVED_FILES) - RESERVED_FILES))
-        self.turns = Turns()
+        self.turns = ReadQueue()
         self.departures = Disconnects()
-        self.owing: dict[Counted, None] = {}
-        self._open: set[Counted] = set()
+        self.owing: dict[ClosableConnection, None] = {}
+        self._open: set[ClosableConnection] = set()
         self._told = -TELL_FULL_S
 
     @property
@@ -53,23 +53,23 @@ class Connections:
         """Whether there are more connections than the limit."""
         return len(self._open) > self.most
 
-    def enter(self, connection: Counted) -> bool:
+    def enter(self, connection: ClosableConnection) -> bool:
         """Count a new connection. At the limit another one is closed for it: False if none is owing."""
         self._open.add(connection)
         return not self.too_many or self._make_room()
 
-    def leave(self, connection: Counted) -> None:
+    def leave(self, connection: ClosableConnection) -> None:
         """Count the end of a connection; idempotent."""
         self._open.discard(connection)
         self.owing.pop(connection, None)
 
-    def owes(self, connection: Counted) -> None:
+    def owes(self, connection: ClosableConnection) -> None:
         """Mark a connection as owing, or as having made progress: it becomes the last to be closed."""
         if connection in self._open:  # one that was closed for another may still process earlier data
             self.owing.pop(connection, None)
             self.owing[connection] = None
 
-    def owes_nothing(self, connection: Counted) -> None:
+    def owes_nothing(self, connection: ClosableConnection) -> None:
         """The connection is not closed for new ones any more."""
         self.owing.pop(connection, None)
 

@@ -15,7 +15,7 @@ PAUSE_S = 1.0  # seconds without accepting, if no descriptor is left
 log = logging.getLogger("redline.api")
 
 
-class Listener:
+class SocketListener:
     """Accepts on one non-blocking listening socket, which the caller owns, between `open` and `close`."""
 
     def __init__(self, at: socket.socket, take: Callable[[socket.socket], None]) -> None:

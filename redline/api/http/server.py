@@ -41,7 +41,7 @@ from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
 from redline.api.http.budget import Connections
 from redline.api.http.head import check_head, is_without_version
-from redline.api.http.listen import Listener
+from redline.api.http.listen import SocketListener
 from redline.api.http.stream_flusher import DIRECT
 from redline.api.http.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
@@ -57,7 +57,7 @@ UNKNOWN: Any = math.inf  # length of a body that ends with its connection, until
 log = logging.getLogger("redline.api")
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client's connection, within the limits described at the top of this file."""
 
     transport: asyncio.Transport
@@ -407,12 +407,12 @@ def _until_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server without signal handlers, which its caller installs, and with `Listener` for accepting
+    """uvicorn's server without signal handlers, which its caller installs, and with `SocketListener` for accepting
     connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._listeners: list[Listener] = []
+        self._listeners: list[SocketListener] = []
         self._taking: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -426,7 +426,7 @@ class Server(uvicorn.Server):
         for at in sockets or ():
             at.listen(self.config.backlog)
             at.setblocking(False)
-            self._listeners.append(Listener(at, self._take_soon))
+            self._listeners.append(SocketListener(at, self._take_soon))
             self._listeners[-1].open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -454,7 +454,7 @@ class Server(uvicorn.Server):
 
     def abort(self) -> None:
         """Close every connection now, dropping unsent data, and cancel every request's task."""
-        for connection in cast("list[Connection]", list(self.server_state.connections)):
+        for connection in cast("list[HttpConnection]", list(self.server_state.connections)):
             connection.silence()
             connection.transport.abort()
         for task in list(self.server_state.tasks):
@@ -498,5 +498,5 @@ def uvicorn_config(
 def _protocol(
     connections: Connections, limits: Limits, context: ssl.SSLContext | None, **uvicorns: Any
 ) -> asyncio.Protocol:
-    connection = Connection(connections, limits, **uvicorns)
+    connection = HttpConnection(connections, limits, **uvicorns)
     return connection if context is None else Tls(context, connection)

@@ -5,7 +5,6 @@ work on a token. So while an answer only continues, one callback per iteration w
 tokens.
 """
 
-import asyncio
 from typing import Protocol
 
 
@@ -22,27 +21,16 @@ class StreamFlusher:
 
     def __init__(self) -> None:
         self._full: list[Flushable] = []
-        self._told = False  # a flush is scheduled
 
     def add(self, stream: Flushable) -> None:
         """Have the stream flushed once, however much more arrives for it before that."""
         self._full.append(stream)
-
-    def soon(self) -> None:
-        """Flush in the next event loop iteration: more data may arrive in this one."""
-        if self._full and not self._told:
-            self._told = True
-            asyncio.get_running_loop().call_soon(self._flush_told)
 
     def flush(self) -> None:
         """Flush every stream now."""
         full, self._full = self._full, []
         for stream in full:
             stream.flush()
-
-    def _flush_told(self) -> None:
-        self._told = False
-        self.flush()
 
 
 class ImmediateWriter(Protocol):

@@ -8,12 +8,12 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-READS = 128  # calls of `Reader.feed` per iteration
+READS = 128  # calls of `DataConsumer.feed` per iteration
 REQUEST = 16  # reads that a complete request counts as: its processing starts in the same iteration
 
 
-class Reader(Protocol):
-    """A connection, as seen by `Turns`."""
+class DataConsumer(Protocol):
+    """A connection, as seen by `ReadQueue`."""
 
     def feed(self, data: bytes) -> None:
         """Parse `data`, the next bytes of the connection."""
@@ -28,15 +28,15 @@ class Reader(Protocol):
         ...
 
 
-class Turns:
+class ReadQueue:
     """Passes data to connections, or queues it for the next event loop iteration. Everything runs in one event loop."""
 
     def __init__(self) -> None:
         self._spent = 0  # reads in this iteration
-        self._waiting: deque[tuple[Reader, bytes]] = deque()
+        self._waiting: deque[tuple[DataConsumer, bytes]] = deque()
         self._told = False  # `_next` is scheduled
 
-    def read(self, reader: Reader, data: bytes) -> None:
+    def read(self, reader: DataConsumer, data: bytes) -> None:
         """Feed `data` to the reader, now or in a later iteration; the order per reader is kept."""
         if not self._told:
             self._told = True

@@ -4,33 +4,56 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET
 
-from redline.api.gateway import Batch, Generation
+from redline.api.body import encode
+from redline.api.gateway.generation import ChoiceDelta, Generation
+from redline.api.openai.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatFunction,
+    ChatLogprobs,
+    ChatMessage,
+    ChatToolCall,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionTokensDetails,
+    CompletionUsage,
+    ContentLogprob,
+    DetokenizeResponse,
+    FinishReason,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    TextCompletion,
+    TokenizeResponse,
+    TopLogprob,
+)
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 from redline.messages.step import TokenLogprobs
 
-Json = dict[str, Any]
+T = TypeVar("T")
 TokenBytes = Callable[[int], bytes]
 Scored = tuple[TokenLogprobs, bytes]
 Placed = tuple[TokenLogprobs | None, bytes, int]  # with its offset in the text
 
 _AT_ONCE = 256  # list entries encoded in one call, which holds the GIL
-_json = msgspec.json.Encoder().encode
 
 
-def json_list(items: Iterable[Any]) -> msgspec.Raw:
-    """A JSON list, encoded piece by piece, so that streams are served while a thread encodes a large one."""
+def json_list(items: Iterable[T]) -> list[T]:
+    """The items as a field of a body, encoded already: piece by piece, so that streams are served while a thread
+    encodes a long list."""
     pieces: list[bytes] = []
     iterator = iter(items)
     while some := list(islice(iterator, _AT_ONCE)):
-        pieces.append(_json(some)[1:-1])
-    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
+        pieces.append(encode(some)[1:-1])
+    return cast("list[T]", msgspec.Raw(b"[" + b",".join(pieces) + b"]"))
 
 
-class Choice:
+class ChoiceOutput:
     """The collected events of one choice; `index` and order are those of the generation's lanes."""
 
     def __init__(self) -> None:
@@ -43,7 +66,7 @@ class Choice:
         self.prompt_ids: Sequence[int] | None = None
         self.token_ids: list[int] = []  # this and the prompt's ids, if requested
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: ChoiceDelta) -> None:
         """Add the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
@@ -76,9 +99,9 @@ class Choice:
         return self.end
 
 
-async def gather(generation: Generation) -> list[Choice]:
+async def gather(generation: Generation) -> list[ChoiceOutput]:
     """Read a generation to its end; returns its choices by index. Raises what the generation raises."""
-    gathered = [Choice() for _ in generation.lanes]
+    gathered = [ChoiceOutput() for _ in generation.jobs]
     async for together in generation:
         for batch in together:
             gathered[batch.choice].add(batch)
@@ -89,7 +112,7 @@ def chat_answer(
     id: str,
     created: int,
     model: str,
-    choices: Sequence[Choice],
+    choices: Sequence[ChoiceOutput],
     logprobs: bool,
     token_bytes: TokenBytes,
     reasoning_field: str,
@@ -98,54 +121,48 @@ def chat_answer(
 
     created: Unix seconds. choices: by index, all ended. logprobs: whether they were requested.
     """
-    answer: Json = {
-        "id": id,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [
-            {
-                "index": index,
-                "message": _message(choice, reasoning_field),
-                "logprobs": chat_logprobs(choice.logprobs, token_bytes) if logprobs else None,
-                **finish_of(choice.ended()),
-                **({} if choice.prompt_ids is None else {"token_ids": json_list(choice.token_ids)}),
-            }
+    prompt_ids, prompt_logprobs = choices[0].prompt_ids, choices[0].prompt_logprobs
+    body = ChatCompletion(
+        id=id,
+        created=created,
+        model=model,
+        choices=[
+            ChatChoice(
+                index=index,
+                message=_message(choice, reasoning_field),
+                logprobs=chat_logprobs(choice.logprobs, token_bytes) if logprobs else None,
+                finish_reason=finish_reason(choice.ended()),
+                stop_reason=choice.ended().stop,
+                token_ids=UNSET if choice.prompt_ids is None else json_list(choice.token_ids),
+            )
             for index, choice in enumerate(choices)
         ],
-        "usage": usage_of([choice.ended() for choice in choices], n=len(choices)),
-    }
-    if (prompt_ids := choices[0].prompt_ids) is not None:
-        answer["prompt_token_ids"] = json_list(prompt_ids)
-    if (prompt_logprobs := choices[0].prompt_logprobs) is not None:
-        answer["prompt_logprobs"] = vllm_prompt_logprobs(prompt_logprobs, token_bytes)
-    return _json(answer)
+        usage=usage_of([choice.ended() for choice in choices], n=len(choices)),
+        prompt_token_ids=UNSET if prompt_ids is None else json_list(prompt_ids),
+        prompt_logprobs=UNSET if prompt_logprobs is None else vllm_prompt_logprobs(prompt_logprobs, token_bytes),
+    )
+    return encode(body)
 
 
-def _message(choice: Choice, reasoning_field: str) -> Json:
+def _message(choice: ChoiceOutput, reasoning_field: str) -> ChatMessage:
     text, thought = "".join(choice.text), "".join(choice.thought)
-    message: Json = {"role": "assistant", "content": text or (None if choice.calls else ""), "refusal": None}
+    message = ChatMessage(content=text or (None if choice.calls else ""))
     if thought:
-        message[reasoning_field] = thought
+        setattr(message, reasoning_field, thought)
     if choice.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": "".join(arguments)},
-            }
+        message.tool_calls = [
+            ChatToolCall(id=call.id, function=ChatFunction(call.name, "".join(arguments)))
             for call, arguments in choice.calls
         ]
     return message
 
 
-def finish_of(end: End) -> Json:
-    """The fields finish_reason and stop_reason (vLLM's: the stop string or id that ended the answer, or null)."""
-    reason = "tool_calls" if end.tool_calls and end.finish == "stop" else end.finish
-    return {"finish_reason": reason, "stop_reason": end.stop}
+def finish_reason(end: End) -> FinishReason:
+    """Of an answer that was neither aborted nor failed: nobody reads the end of those."""
+    return "tool_calls" if end.tool_calls and end.finish == "stop" else cast("FinishReason", end.finish)
 
 
-def usage_of(ends: Sequence[End], n: int) -> Json:
+def usage_of(ends: Sequence[End], n: int) -> CompletionUsage:
     """Token usage of all choices together; a prompt that was answered `n` times counts once.
 
     ends: one per choice, by choice index.
@@ -164,23 +181,16 @@ def usage_of(ends: Sequence[End], n: int) -> Json:
 
 def usage(
     prompt: int, completion: int, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
-) -> Json:
-    """OpenAI's usage object; all counts are tokens. cached: of the prompt. reasoning, accepted: part of `completion`.
-
-    accepted, rejected: draft tokens, which OpenAI calls prediction tokens; rejected ones are not part of any other
-    count.
-    """
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": reasoning,
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
-        },
-    }
+) -> CompletionUsage:
+    """All counts are tokens. cached: of the prompt. reasoning, accepted: part of `completion`. accepted, rejected:
+    draft tokens."""
+    return CompletionUsage(
+        prompt,
+        completion,
+        prompt + completion,
+        PromptTokensDetails(cached),
+        CompletionTokensDetails(reasoning, accepted, rejected),
+    )
 
 
 def completion_answer(
@@ -188,7 +198,7 @@ def completion_answer(
     created: int,
     model: str,
     prompts: Sequence[Sequence[int]],
-    choices: Sequence[Choice],
+    choices: Sequence[ChoiceOutput],
     logprobs: bool,
     echo: bool,
     token_bytes: TokenBytes,
@@ -201,12 +211,11 @@ def completion_answer(
     ids that are decoded to no text.
     """
     n = len(choices) // len(prompts)
-    answer = {
-        "id": id,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": [
+    body = TextCompletion(
+        id=id,
+        created=created,
+        model=model,
+        choices=[
             _completion_choice(
                 index,
                 choice,
@@ -216,28 +225,25 @@ def completion_answer(
             )
             for index, choice in enumerate(choices)
         ],
-        "usage": usage_of([choice.ended() for choice in choices], n),
-    }
-    return _json(answer)
+        usage=usage_of([choice.ended() for choice in choices], n),
+    )
+    return encode(body)
 
 
 def _completion_choice(
-    index: int, choice: Choice, opening: "Opening", offsets: "Offsets | None", token_bytes: TokenBytes
-) -> Json:
-    text, scored = opening.text + "".join(choice.text), None
+    index: int, choice: ChoiceOutput, opening: "Opening", offsets: "Offsets | None", token_bytes: TokenBytes
+) -> CompletionChoice:
+    text, scored, end = opening.text + "".join(choice.text), None, choice.ended()
     if offsets is not None:
         placed = [*offsets.of_prompt(opening.scored), *offsets.of(choice.logprobs)]
         scored = completion_logprobs(placed, token_bytes, len(text))
-    answer: Json = {
-        "index": index,
-        "text": text,
-        "logprobs": scored,
-        **finish_of(choice.ended()),
-    }
+    answer = CompletionChoice(
+        index=index, text=text, logprobs=scored, finish_reason=finish_reason(end), stop_reason=end.stop
+    )
     if opening.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = vllm_prompt_logprobs(opening.prompt_logprobs, token_bytes)
+        answer.prompt_logprobs = vllm_prompt_logprobs(opening.prompt_logprobs, token_bytes)
     if choice.prompt_ids is not None:
-        answer |= {"prompt_token_ids": json_list(choice.prompt_ids), "token_ids": json_list(choice.token_ids)}
+        answer.prompt_token_ids, answer.token_ids = json_list(choice.prompt_ids), json_list(choice.token_ids)
     return answer
 
 
@@ -246,17 +252,15 @@ def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: Toke
     strings = None
     if token_bytes is not None:
         strings = json_list(token_bytes(token).decode(errors="replace") for token in tokens)
-    return _json(
-        {"count": len(tokens), "max_model_len": max_model_len, "tokens": json_list(tokens), "token_strs": strings}
-    )
+    return encode(TokenizeResponse(len(tokens), max_model_len, json_list(tokens), strings))
 
 
 def detokenize_answer(tokens: Sequence[int], decode_bytes: Callable[[Sequence[int]], bytes]) -> bytes:
     """The body of a response to /detokenize, as JSON; bytes that are not UTF-8 become U+FFFD."""
-    return _json({"prompt": decode_bytes(tokens).decode(errors="replace")})
+    return encode(DetokenizeResponse(decode_bytes(tokens).decode(errors="replace")))
 
 
-def tokenizer_info(config: Json, max_model_len: int) -> bytes:
+def tokenizer_info(config: dict[str, Any], max_model_len: int) -> bytes:
     """The body of a response to /tokenizer_info, as JSON. config: of the tokenizer, with its chat template."""
     tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
     # json instead of msgspec, since it encodes integers of any size.
@@ -265,7 +269,7 @@ def tokenizer_info(config: Json, max_model_len: int) -> bytes:
 
 def _token_text(token: Any) -> str | None:
     """The text of a token in tokenizer_config.json, which is a string or an object with the text."""
-    return cast("Json", token).get("content") if isinstance(token, dict) else token
+    return cast("dict[str, Any]", token).get("content") if isinstance(token, dict) else token
 
 
 class Opening:
@@ -290,25 +294,26 @@ class Opening:
             self.scored += [(item, token_bytes(item.token)) for item in prompt_logprobs]
 
 
-def chat_logprobs(items: Iterable[Scored], token_bytes: TokenBytes) -> Json:
+def chat_logprobs(items: Iterable[Scored], token_bytes: TokenBytes) -> ChatLogprobs:
     """OpenAI's chat format, an entry per token; its `bytes` are for tokens that are only part of a character.
 
     items: each token's logprobs with the token's bytes.
     """
-    return {
-        "content": json_list(
-            {
-                **_scored(data, item.logprob),
-                "top_logprobs": [_scored(token_bytes(token), logprob) for token, logprob in item.top],
-            }
+    return ChatLogprobs(
+        json_list(
+            ContentLogprob(
+                data.decode(errors="replace"),
+                item.logprob,
+                list(data),
+                [_top(token_bytes(token), logprob) for token, logprob in item.top],
+            )
             for item, data in items
-        ),
-        "refusal": None,
-    }
+        )
+    )
 
 
-def _scored(data: bytes, logprob: float) -> Json:
-    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+def _top(data: bytes, logprob: float) -> TopLogprob:
+    return TopLogprob(data.decode(errors="replace"), logprob, list(data))
 
 
 class Offsets:
@@ -352,7 +357,7 @@ class Offsets:
         self._pending = b""
 
 
-def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: int) -> Json:
+def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: int) -> CompletionLogprobs:
     """OpenAI's completions format: parallel lists. The chosen token is always among the top ones, as at OpenAI.
 
     items: each token's logprobs (None for a prompt's first token) with the token's bytes and its offset. most:
@@ -369,7 +374,7 @@ def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: 
         logprobs.append(item.logprob if item else None)
         top = {_spelled(token_bytes(id)): logprob for id, logprob in item.top} if item else None
         tops.append({token: item.logprob, **(top or {})} if item else None)
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": json_list(tops), "text_offset": offsets}
+    return CompletionLogprobs(tokens, logprobs, json_list(tops), offsets)
 
 
 def _spelled(data: bytes) -> str:
@@ -381,18 +386,19 @@ def _spelled(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> msgspec.Raw:
+def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> PromptLogprobs:
     """vLLM's format: per prompt token null (the first) or {id: {logprob, rank, decoded_token}}."""
     return json_list(chain((None,), (_prompt_entry(item, token_bytes) for item in items)))
 
 
-def _prompt_entry(item: TokenLogprobs, token_bytes: TokenBytes) -> Json:
-    entry: Json = {}
-    for rank, (token, logprob) in enumerate(item.top, start=1):
-        entry[str(token)] = _ranked(token_bytes(token), logprob, rank)
+def _prompt_entry(item: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, PromptLogprob]:
+    entry = {
+        str(token): _ranked(token_bytes(token), logprob, rank)
+        for rank, (token, logprob) in enumerate(item.top, start=1)
+    }
     entry[str(item.token)] = _ranked(token_bytes(item.token), item.logprob, item.rank)
     return entry
 
 
-def _ranked(data: bytes, logprob: float, rank: int) -> Json:
-    return {"logprob": logprob, "rank": rank, "decoded_token": data.decode(errors="replace")}
+def _ranked(data: bytes, logprob: float, rank: int) -> PromptLogprob:
+    return PromptLogprob(logprob, rank, data.decode(errors="replace"))

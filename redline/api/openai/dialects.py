@@ -4,13 +4,13 @@ import uuid
 from collections.abc import Sequence
 
 from redline.api.dialect import Dialect, Reply, Streaming
-from redline.api.errors import Answer, answer_to
-from redline.api.openai.answers import Choice, chat_answer, completion_answer
+from redline.api.errors import WholeResponse, answer_to
+from redline.api.openai.answers import ChoiceOutput, chat_answer, completion_answer
 from redline.api.openai.requests import ChatRequest, CompletionRequest, read_chat, read_completion
 from redline.api.openai.sse import ChatStream, CompletionStream
 
 
-def openai_error(error: Exception, request_id: str) -> Answer:
+def openai_error(error: Exception, request_id: str) -> WholeResponse:
     """The response for an exception; OpenAI's error bodies do not contain the request's id."""
     return answer_to(error)
 
@@ -26,7 +26,7 @@ def _chat_stream(reply: Reply[ChatRequest]) -> ChatStream:
     )
 
 
-def _chat_answer(reply: Reply[ChatRequest], choices: Sequence[Choice]) -> bytes:
+def _chat_answer(reply: Reply[ChatRequest], choices: Sequence[ChoiceOutput]) -> bytes:
     logprobs = reply.asked.ask.sampling.logprobs is not None
     id, token_bytes = f"chatcmpl-{uuid.uuid4().hex}", reply.tokenizer.token_bytes
     field = reply.asked.reasoning_field
@@ -49,7 +49,7 @@ def _completion_stream(reply: Reply[CompletionRequest]) -> CompletionStream:
     )
 
 
-def _completion_answer(reply: Reply[CompletionRequest], choices: Sequence[Choice]) -> bytes:
+def _completion_answer(reply: Reply[CompletionRequest], choices: Sequence[ChoiceOutput]) -> bytes:
     asked = reply.asked
     return completion_answer(
         f"cmpl-{uuid.uuid4().hex}",

@@ -1,19 +1,18 @@
 """OpenAPI descriptions of OpenAI's chat and completions routes and of vLLM's token routes.
 
-Bodies are the structs that `requests.py` decodes; this file has the fields that are decoded from `Raw`, and the
-responses.
+Bodies are the structs that `requests.py` decodes; those of responses are in
+`protocol.py`; this file has the fields that are decoded from `Raw`.
 """
 
 from typing import Any
 
 from redline.api.ask import MOST_BIASES
 from redline.api.config import Defaults, Limits
-from redline.api.openai import constraints
+from redline.api.handlers import Handlers
+from redline.api.openai import constraints, protocol
 from redline.api.openai import requests as openai
 from redline.api.openapi.operation import (
     ANY_OBJECT,
-    COUNT,
-    NUMBER,
     TEXT,
     YES,
     Operation,
@@ -21,99 +20,9 @@ from redline.api.openapi.operation import (
     always,
     listed,
     nullable,
-    shape,
 )
-
-_USAGE = shape(
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-    prompt_tokens_details=shape(cached_tokens=COUNT),
-    completion_tokens_details=shape(
-        reasoning_tokens=COUNT, accepted_prediction_tokens=COUNT, rejected_prediction_tokens=COUNT
-    ),
-)
-_BYTES = listed({"type": "integer", "minimum": 0, "maximum": 255})
-_CHAT_LOGPROBS = shape(
-    content=listed(
-        shape(
-            token=TEXT,
-            logprob=NUMBER,
-            bytes=_BYTES,
-            top_logprobs=listed(shape(token=TEXT, logprob=NUMBER, bytes=_BYTES)),
-        )
-    ),
-    refusal={"type": "null"},
-)
-_COMPLETION_LOGPROBS = shape(
-    tokens=listed(TEXT),
-    token_logprobs=listed(nullable(NUMBER)),
-    top_logprobs=listed(nullable({"type": "object", "additionalProperties": NUMBER})),
-    text_offset=listed(COUNT),
-)
-_PROMPT_LOGPROBS = listed(
-    nullable({"type": "object", "additionalProperties": shape(logprob=NUMBER, rank=COUNT, decoded_token=TEXT)})
-)
-_FINISH: Schema = {"enum": ["stop", "length", "tool_calls"]}
-_STOPPED_BY: Schema = {"type": ["string", "integer", "null"]}
-_FUNCTION = shape(name=TEXT, arguments=TEXT)
-_CALL = shape(id=TEXT, type=always("function"), function=_FUNCTION)
-_MESSAGE = shape(
-    optional=("reasoning", "reasoning_content", "tool_calls"),
-    role=always("assistant"),
-    content=nullable(TEXT),
-    refusal={"type": "null"},
-    reasoning=TEXT,
-    reasoning_content=TEXT,
-    tool_calls=listed(_CALL),
-)
-_DELTA = shape(
-    optional=("role", "content", "reasoning", "reasoning_content", "tool_calls"),
-    role=always("assistant"),
-    content=TEXT,
-    reasoning=TEXT,
-    reasoning_content=TEXT,
-    tool_calls=listed(
-        shape(
-            optional=("id", "type"),
-            index=COUNT,
-            id=TEXT,
-            type=always("function"),
-            function=shape(optional=("name",), name=TEXT, arguments=TEXT),
-        )
-    ),
-)
-
-
-def _envelope(kind: str, choice: Schema, usage: Schema, *optional: str) -> Schema:
-    return shape(
-        optional=("prompt_logprobs", "prompt_token_ids", *optional),
-        id=TEXT,
-        object=always(kind),
-        created=COUNT,
-        model=TEXT,
-        prompt_logprobs=_PROMPT_LOGPROBS,
-        prompt_token_ids=listed(COUNT),
-        choices=listed(choice),
-        usage=usage,
-    )
-
-
-def _choice(scored: Schema, streamed: bool, **said: Schema) -> Schema:
-    """A choice with the fields `said`; in a stream, only its last chunk has stop_reason."""
-    sometimes = ("prompt_logprobs", "prompt_token_ids", "token_ids")
-    return shape(
-        optional=("stop_reason", *sometimes) if streamed else sometimes,
-        index=COUNT,
-        **said,
-        logprobs=nullable(scored),
-        finish_reason=nullable(_FINISH) if streamed else _FINISH,
-        stop_reason=_STOPPED_BY,
-        token_ids=nullable(listed(COUNT)),
-        prompt_logprobs=_PROMPT_LOGPROBS,
-        prompt_token_ids=listed(COUNT),
-    )
-
+from redline.api.sampling import default_schemas
+from redline.messages.sampling_option import Api
 
 _ARGUMENTS: Schema = {"anyOf": [TEXT, ANY_OBJECT], "default": ""}
 _PARAMETERS: Schema = {"type": ["object", "null"], "default": None, "description": "A JSON schema."}
@@ -228,10 +137,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
     }
     sampling: dict[str, Schema] = {
         "n": {"default": 1},
-        "presence_penalty": {"default": 0.0},
-        "frequency_penalty": {"default": 0.0},
-        **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
-        **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
+        **default_schemas(Api.OPENAI, defaults),
     }
     asked = min((one for one in (limits.default_max_tokens, limits.most_max_tokens) if one is not None), default=None)
     silent = {} if asked is None else {"default": asked}
@@ -245,7 +151,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "/v1/chat/completions",
             "Answers",
             "OpenAI's chat: answer a conversation",
-            _envelope("chat.completion", _choice(_CHAT_LOGPROBS, False, message=_MESSAGE), _USAGE),
+            protocol.ChatCompletion,
             notes=(
                 *_NOTES,
                 "top_logprobs needs logprobs to be true.",
@@ -259,9 +165,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             | conversation
             | {"max_completion_tokens": silent, "max_tokens": {"minimum": 1}, "echo": {"enum": [None, False]}},
             refused=openai.REFUSED,
-            event=_envelope(
-                "chat.completion.chunk", _choice(_CHAT_LOGPROBS, True, delta=_DELTA), nullable(_USAGE), "usage"
-            ),
+            event=protocol.ChatCompletionChunk,
             framing=_FRAMING,
         ),
         Operation(
@@ -269,7 +173,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "/v1/completions",
             "Answers",
             "OpenAI's completions: continue a text",
-            _envelope("text_completion", _choice(_COMPLETION_LOGPROBS, False, text=TEXT), _USAGE),
+            protocol.TextCompletion,
             notes=(*_NOTES, "max_tokens is 0 only together with echo."),
             body=openai.CompletionBody,
             example={"prompt": "Once upon a time", "max_tokens": 16},
@@ -282,9 +186,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             },
             bounds=sampling | {"max_tokens": silent},
             refused=openai.REFUSED,
-            event=_envelope(
-                "text_completion", _choice(_COMPLETION_LOGPROBS, True, text=TEXT), nullable(_USAGE), "usage"
-            ),
+            event=protocol.TextCompletionChunk,
             framing=_FRAMING,
         ),
         Operation(
@@ -292,7 +194,8 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "/tokenize",
             "Tokens",
             "The token ids of a text or a conversation",
-            shape(count=COUNT, max_model_len=COUNT, tokens=ids, token_strs=nullable(listed(TEXT))),
+            protocol.TokenizeResponse,
+            Handlers.tokenize,
             notes=("Either prompt or messages.",),
             body=openai.TokenizeBody,
             example={"messages": HELLO},
@@ -305,7 +208,8 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "/detokenize",
             "Tokens",
             "The text of token ids",
-            shape(prompt=TEXT),
+            protocol.DetokenizeResponse,
+            Handlers.detokenize,
             body=openai.DetokenizeBody,
             example={"tokens": [72, 105]},
             raw={"tokens": ids},

@@ -20,14 +20,15 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.constraints import of_response_format, of_structured_outputs
+from redline.api.sampling import sampling_of, whole_number, with_sampling
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
-from redline.chat.generation import MinP, Temperature, TopK, TopP
 from redline.errors import RequestError
 from redline.messages.base import Record
-from redline.messages.job import Sampling
+from redline.messages.job import OPTIONS, Sampling
+from redline.messages.sampling_option import Api
 
 T = TypeVar("T")
 
@@ -40,36 +41,34 @@ StopTexts = Annotated[list[StopText], Meta(max_length=16)]
 MOST_STOP_CHARS = 2048  # of all stop strings together: building the matcher takes 1 ms in the event loop
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-# It divides and multiplies float32 logits: at 1e-40 they overflow, and the argmax is undefined.
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
 # Some clients have no integer type and send 6.0: `_Common.__post_init__` leaves integers alone.
 if TYPE_CHECKING:
     Choices = int
     MaxTokens = int
+    Bias = float
     Tokens = int
     Top = int
     Seed = int
     BestOf = int
-    WholeTopK = int
 else:
 
     def _whole(ge: int, le: int) -> Any:
         return Annotated[int, Meta(ge=ge, le=le)] | Annotated[float, Meta(ge=ge, le=le)]
 
+    Bias = OPTIONS["logit_bias"].annotation
+    Tokens = whole_number(OPTIONS["min_tokens"])
+    Top = whole_number(OPTIONS["logprobs"])
+    Seed = whole_number(OPTIONS["seed"])
+
     Choices = _whole(1, 64)
     MaxTokens = _whole(1, WHAT_IS_LEFT - 1)
-    Tokens = _whole(0, WHAT_IS_LEFT - 1)
-    Top = _whole(0, 20)
-    Seed = _whole(-(1 << 63), (1 << 63) - 1)
     BestOf = _whole(-(1 << 31), 1 << 31)
-    WholeTopK = TopK | Annotated[float, Meta(ge=-1, le=1 << 20)]
 
 _WHOLE = (
-    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
-    "prompt_logprobs", "thinking_token_budget", "thinking_budget",
+    "n", "best_of", "max_tokens", "max_completion_tokens", "top_logprobs", "thinking_token_budget", "thinking_budget",
+    *(option.name for option in OPTIONS.values() if option.kind is int),
 )  # fmt: skip
 
 
@@ -288,20 +287,19 @@ _INSTEAD = {
 }
 
 
-class _Common(_Refused, kw_only=True):
-    """Fields of both routes. Names are OpenAI's, then vLLM's."""
+if TYPE_CHECKING:
+    _Sampled = _Refused
+else:
+    _Sampled = with_sampling(_Refused, Api.OPENAI, whole=True)
+
+
+class _Common(_Sampled, kw_only=True):
+    """Fields of both routes, beside the sampling options that are plain numbers. Names are OpenAI's, then vLLM's."""
 
     model: Name | None = None
     n: Choices | None = None
     best_of: BestOf | None = None
     max_tokens: Tokens | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: WholeTopK | None = None
-    min_p: MinP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
     stop: msgspec.Raw = ABSENT  # see _STOP
     stop_token_ids: msgspec.Raw = ABSENT  # see _STOP_IDS
@@ -381,9 +379,7 @@ def is_absent(raw: msgspec.Raw) -> bool:
 _STOP = _Field(msgspec.json.Decoder(StopText | StopTexts), 256 << 10)
 _STOP_IDS = _Field(msgspec.json.Decoder(StopIds), 4 << 10)
 _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
-    msgspec.json.Decoder(
-        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MOST_BIASES)]
-    ),
+    msgspec.json.Decoder(Annotated[dict[TokenId, Bias], Meta(max_length=MOST_BIASES)]),
     16 << 10,
 )
 REFUSED_BYTES = 1 << 10  # of an unsupported field: the values that pass, since they change nothing, are short
@@ -401,13 +397,13 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 # -- Parsing a request ----------------------------------------------------------------------------------------------
 
 
-class ChatRequest(Asked, frozen=True):
+class ChatRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/chat/completions."""
 
     reasoning_field: str = "reasoning_content"
 
 
-class CompletionRequest(Asked, frozen=True):
+class CompletionRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/completions."""
 
 
@@ -653,25 +649,17 @@ def _sampling(
     least = request.min_tokens or 0
     if least > most:
         raise RequestError(f"min_tokens ({least}) is more than max_tokens ({most})", "min_tokens")
-    return Sampling(
+    return sampling_of(
+        request,
+        Api.OPENAI,
+        defaults,
         max_tokens=most,
-        temperature=_or(request.temperature, defaults.temperature),
-        top_p=_or(request.top_p, defaults.top_p),
-        top_k=max(_or(request.top_k, defaults.top_k), 0),
-        min_p=_or(request.min_p, defaults.min_p),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         stop_ids=tuple(_STOP_IDS.read(request.stop_token_ids, "stop_token_ids") or ()),
         min_tokens=least,
         logit_bias=tuple((_LOGIT_BIAS.read(request.logit_bias, "logit_bias") or {}).items()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 _FIRST = re.compile(rb"\s*\[\s*(.?)", re.DOTALL)
@@ -970,7 +958,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
                 raise RequestError(
                     f"a tool with a function must have type function, not {tool.type}", f"tools[{index}].type"
                 )
-            continue  # ignored: see Asked.left_out
+            continue  # ignored: see ParsedRequest.left_out
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"

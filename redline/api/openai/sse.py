@@ -5,16 +5,17 @@ deltas that arrived together are sent in one write. Nearly every chunk is a piec
 encoded once per choice.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
 
-import msgspec
+from msgspec import UNSET, UnsetType
 
+from redline.api.body import MARK, around, encode
 from redline.api.dialect import Streaming
 from redline.api.errors import answer_to
-from redline.api.gateway import Batch
+from redline.api.gateway.generation import ChoiceDelta
 from redline.api.openai.answers import (
     Offsets,
     Opening,
@@ -23,19 +24,26 @@ from redline.api.openai.answers import (
     TokenBytes,
     chat_logprobs,
     completion_logprobs,
-    finish_of,
+    finish_reason,
     json_list,
     usage,
     usage_of,
     vllm_prompt_logprobs,
 )
+from redline.api.openai.protocol import (
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatDelta,
+    CompletionChunkChoice,
+    CompletionUsage,
+    FunctionDelta,
+    TextCompletionChunk,
+    ToolCallDelta,
+)
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
-from redline.messages.step import Proposer
 
 DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keepalive\n\n"  # a comment
-
-_json = msgspec.json.Encoder().encode
 
 
 def data(body: bytes) -> bytes:
@@ -43,28 +51,53 @@ def data(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-class _ChunkWriter:
-    """Shared by both streams: the chunk envelope, usage, and the token count of each choice."""
+def _around(chunk: ChatCompletionChunk | TextCompletionChunk) -> list[bytes]:
+    """As `around`, of the chunk as an event."""
+    head, tail = around(chunk)
+    return [b"data: " + head, tail + b"\n\n"]
 
-    def __init__(self, id: str, object: str, created: int, model: str, prompts: Sequence[int], n: int, how: Streaming):
-        envelope = {"id": id, "object": object, "created": created, "model": model}
-        self._head = b"data: " + _json(envelope)[:-1] + b',"choices":'
+
+class _ChunkStream(ABC):
+    """Shared by both streams: usage, token ids, and the token count of each choice."""
+
+    def __init__(self, prompts: Sequence[int], n: int, how: Streaming, logprobs: bool, token_bytes: TokenBytes):
         self._how = how
         self._n = n
         self._prompts = prompts  # lengths, in tokens
+        self._logprobs = logprobs
+        self._token_bytes = token_bytes
         self._completion = [0] * (len(prompts) * n)
         self._ends: list[End | None] = [None] * (len(prompts) * n)
-        # With include_usage every chunk but the last has usage null; with continuous_usage_stats, the counts so far.
-        self._tail = b',"usage":null}\n\n' if how.usage else b"}\n\n"
+        self._token_ids: list[list[int] | UnsetType] = [UNSET] * len(self._ends)  # for the next chunk
+        self._batch = ChoiceDelta(0, (), 0)  # the current one
+        self._plain = not (logprobs or how.continuous or how.proposers)
 
-    def _chunk(self, choice: int, rest: bytes) -> bytes:
-        """A chunk with one choice. rest: the choice's fields after its index, as JSON text."""
-        return b'%b[{"index":%d,%b}]%b' % (self._head, choice, rest, self._usage_tail())
+    @abstractmethod
+    def _usage_chunk(self, usage: CompletionUsage) -> bytes:
+        """The chunk without choices."""
 
-    def _usage_tail(self) -> bytes:
-        if not self._how.continuous:
-            return self._tail
-        return b',"usage":' + _json(usage(sum(self._prompts), sum(self._completion))) + b"}\n\n"
+    @property
+    def _usage(self) -> CompletionUsage | UnsetType | None:
+        """Of a chunk: with include_usage all but the last have null; with continuous_usage_stats the counts so far."""
+        if self._how.continuous:
+            return usage(sum(self._prompts), sum(self._completion))
+        return None if self._how.usage else UNSET
+
+    def _begin(self, batch: ChoiceDelta) -> None:
+        self._batch = batch
+        self._completion[batch.choice] = batch.completion_tokens
+
+    def _add_ids(self, batch: ChoiceDelta) -> None:
+        if batch.token_ids is not None:
+            self._token_ids[batch.choice] = [*(self._token_ids[batch.choice] or ()), *batch.token_ids]
+
+    def _extended(self, choice: ChatChunkChoice | CompletionChunkChoice, end: End | None) -> None:
+        """Set the fields that both formats have."""
+        choice.token_ids, self._token_ids[choice.index] = self._token_ids[choice.index], UNSET
+        if self._batch.proposer is not None:
+            choice.proposer, choice.elapsed_ms = self._batch.proposer, self._batch.elapsed_ms
+        if end is not None:
+            choice.finish_reason, choice.stop_reason = finish_reason(end), end.stop
 
     def open(self) -> bytes:
         """Nothing: the first chunk of a choice is sent with its first tokens."""
@@ -82,11 +115,10 @@ class _ChunkWriter:
         """The end of the stream: a chunk with the usage, if requested, and [DONE]."""
         if not self._how.usage:
             return DONE
-        ends = [end for end in self._ends if end is not None]
-        return b'%b[],"usage":%b}\n\n%b' % (self._head, _json(usage_of(ends, self._n)), DONE)
+        return self._usage_chunk(usage_of([end for end in self._ends if end is not None], self._n)) + DONE
 
 
-class ChatStream(_ChunkWriter):
+class ChatStream(_ChunkStream):
     """The stream of a chat completion.
 
     created: Unix seconds. prompts: lengths, in tokens. n: choices for each prompt. logprobs: whether they were
@@ -105,91 +137,88 @@ class ChatStream(_ChunkWriter):
         token_bytes: TokenBytes,
         reasoning_field: str,
     ) -> None:
-        super().__init__(id, "chat.completion.chunk", created, model, prompts, n, how)
-        self._logprobs = logprobs
-        self._token_bytes = token_bytes
+        super().__init__(prompts, n, how, logprobs, token_bytes)
+        self._id, self._created, self._model = id, created, model
+        self._reasoning_field = reasoning_field
         self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs of text that has not been sent yet
-        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # for the next chunk
-        self._proposer: Proposer | None = None  # of the current batch
-        self._elapsed_ms = 0.0  # from the request's start until the current batch's tokens arrived
-        self._plain = not (logprobs or how.continuous or how.proposers)
-        self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
-        self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
-        self._as_thought = b'"delta":{"%b":' % reasoning_field.encode()
-        self._thought = [
-            b'%b[{"index":%d,%b' % (self._head, index, self._as_thought) for index in range(len(self._ends))
-        ]
+        if self._plain:
+            self._text = [_around(self._chunk(index, ChatDelta(content=MARK))) for index in range(len(self._ends))]
+            self._thought = [_around(self._chunk(index, self._reasoning(MARK))) for index in range(len(self._ends))]
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
             choice, events = batch.choice, batch.events
-            self._completion[choice] = batch.completion_tokens
-            self._proposer, self._elapsed_ms = batch.proposer, batch.elapsed_ms
+            plain = self._plain and batch.token_ids is None
+            if plain and not batch.first and len(events) == 1 and isinstance(event := events[0], (Text, Thought)):
+                head, tail = (self._text if isinstance(event, Text) else self._thought)[choice]
+                chunks.append(head + encode(event.text) + tail)  # nearly every chunk is such a one
+                continue
+            self._begin(batch)
             if batch.first:
                 chunks.append(self._open(batch))
-            if batch.token_ids is not None:
-                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
-            elif self._plain and not batch.first and len(events) == 1 and isinstance(event := events[0], Text):
-                chunks.append(self._text[choice] + _json(event.text) + self._after)  # nearly every chunk is such a one
-                continue
+            self._add_ids(batch)
             if self._logprobs:
                 self._held[choice] += [item for event in events if isinstance(event, Logprobs) for item in event.items]
             for event in events:
                 match event:
+                    case Text(text=text) if plain:
+                        chunks.append(encode(text).join(self._text[choice]))
                     case Text(text=text):
-                        chunks.append(self._piece(choice, self._text[choice], b'"delta":{"content":', _json(text)))
+                        chunks.append(self._event(choice, ChatDelta(content=text)))
+                    case Thought(text=text) if plain:
+                        chunks.append(encode(text).join(self._thought[choice]))
                     case Thought(text=text):
-                        chunks.append(self._piece(choice, self._thought[choice], self._as_thought, _json(text)))
+                        chunks.append(self._event(choice, self._reasoning(text)))
                     case CallBegin(index=index, id=id, name=name):
-                        function = {"name": name, "arguments": ""}
-                        call = {"index": index, "id": id, "type": "function", "function": function}
-                        chunks.append(self._delta(choice, {"tool_calls": [call]}))
+                        function = FunctionDelta(name=name, arguments="")
+                        call = ToolCallDelta(index=index, id=id, type="function", function=function)
+                        chunks.append(self._event(choice, ChatDelta(tool_calls=[call])))
                     case CallArguments(index=index, text=text):
-                        call = {"index": index, "function": {"arguments": text}}
-                        chunks.append(self._delta(choice, {"tool_calls": [call]}))
+                        call = ToolCallDelta(index=index, function=FunctionDelta(arguments=text))
+                        chunks.append(self._event(choice, ChatDelta(tool_calls=[call])))
                     case Logprobs():
                         pass
                     case End():
                         self._ends[choice] = event
-                        chunks.append(self._delta(choice, {}, finish_of(event)))
+                        chunks.append(self._event(choice, ChatDelta(), event))
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    def _open(self, batch: Batch) -> bytes:
+    def _reasoning(self, text: str) -> ChatDelta:
+        delta = ChatDelta()
+        setattr(delta, self._reasoning_field, text)
+        return delta
+
+    def _open(self, batch: ChoiceDelta) -> bytes:
         """The chunk with the role, before a choice's first event."""
-        chunk = self._delta(batch.choice, {"role": "assistant", "content": ""})
-        extra: dict[str, Any] = {}
+        chunk = self._chunk(batch.choice, ChatDelta(role="assistant", content=""))
         if batch.prompt_logprobs is not None:
-            extra["prompt_logprobs"] = vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes)
+            chunk.prompt_logprobs = vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes)
         if batch.prompt_ids is not None:
-            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
-        if not extra:
-            return chunk
-        head = self._head.removesuffix(b'"choices":') + _json(extra)[1:-1] + b',"choices":'
-        return head + chunk.removeprefix(self._head)
+            chunk.prompt_token_ids = json_list(batch.prompt_ids)
+        return data(encode(chunk))
 
-    def _piece(self, choice: int, plain: bytes, opening: bytes, text: bytes) -> bytes:
-        if self._plain and self._token_ids[choice] is None:
-            return plain + text + self._after
-        return self._chunk(choice, opening + text + b"}," + self._rest(choice, {"finish_reason": None}))
+    def _event(self, choice: int, delta: ChatDelta, end: End | None = None) -> bytes:
+        return data(encode(self._chunk(choice, delta, end)))
 
-    def _delta(self, choice: int, delta: dict[str, Any], finish: dict[str, Any] | None = None) -> bytes:
-        rest = self._rest(choice, finish or {"finish_reason": None})
-        return self._chunk(choice, b'"delta":' + _json(delta) + b"," + rest)
+    def _chunk(self, index: int, delta: ChatDelta, end: End | None = None) -> ChatCompletionChunk:
+        """A chunk with one choice, and with the held logprobs, if any."""
+        held, self._held[index] = self._held[index], []
+        choice = ChatChunkChoice(
+            index=index, delta=delta, logprobs=chat_logprobs(held, self._token_bytes) if held else None
+        )
+        self._extended(choice, end)
+        return self._with([choice], self._usage)
 
-    def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        """The fields after the delta, with the held logprobs, if any."""
-        held, self._held[choice] = self._held[choice], []
-        scored = chat_logprobs(held, self._token_bytes) if held else None
-        ids, self._token_ids[choice] = self._token_ids[choice], None
-        told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
-        if self._proposer is not None:
-            told |= {"proposer": self._proposer, "elapsed_ms": self._elapsed_ms}
-        return _json({"logprobs": scored, **finish, **told})[1:-1]
+    def _with(self, choices: list[ChatChunkChoice], usage: CompletionUsage | UnsetType | None) -> ChatCompletionChunk:
+        return ChatCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _usage_chunk(self, usage: CompletionUsage) -> bytes:
+        return data(encode(self._with([], usage)))
 
 
-class CompletionStream(_ChunkWriter):
+class CompletionStream(_ChunkStream):
     """The stream of a text completion.
 
     created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were requested. echo:
@@ -209,72 +238,72 @@ class CompletionStream(_ChunkWriter):
         token_bytes: TokenBytes,
         hidden: frozenset[int],
     ) -> None:
-        super().__init__(id, "text_completion", created, model, [len(prompt) for prompt in prompts], n, how)
+        super().__init__([len(prompt) for prompt in prompts], n, how, logprobs, token_bytes)
+        self._id, self._created, self._model = id, created, model
         self._ids = prompts
-        self._logprobs = logprobs
         self._echo = echo
-        self._token_bytes = token_bytes
         self._held: list[list[Placed]] = [[] for _ in self._ends]
-        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # for the next chunk
-        self._proposer: Proposer | None = None  # of the current batch
-        self._elapsed_ms = 0.0  # from the request's start until the current batch's tokens arrived
         self._offsets = [Offsets(hidden) for _ in self._ends]
         self._shown = [0] * len(self._ends)  # characters sent
-        self._plain = not (logprobs or how.continuous or how.proposers)
-        self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
-        self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
+        if self._plain:
+            self._text = [_around(self._chunk(index, MARK)) for index in range(len(self._ends))]
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
-            choice, self._proposer, self._elapsed_ms = batch.choice, batch.proposer, batch.elapsed_ms
-            self._completion[choice] = batch.completion_tokens
+            choice = batch.choice
+            self._begin(batch)
             if batch.first and (self._echo or batch.prompt_logprobs is not None or batch.prompt_ids is not None):
                 chunks.append(self._open(batch))
-            if batch.token_ids is not None:
-                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
+            self._add_ids(batch)
             if self._logprobs:
                 scored = [item for event in batch.events if isinstance(event, Logprobs) for item in event.items]
                 self._held[choice] += self._offsets[choice].of(scored)
             for event in batch.events:
                 match event:
                     case Text(text=text) if self._plain and batch.token_ids is None:
-                        chunks.append(self._text[choice] + _json(text) + self._after)
+                        chunks.append(encode(text).join(self._text[choice]))
                     case Text(text=text):
                         self._shown[choice] += len(text)
-                        rest = self._rest(choice, {"finish_reason": None})
-                        chunks.append(self._chunk(choice, b'"text":' + _json(text) + b"," + rest))
+                        chunks.append(data(encode(self._chunk(choice, text))))
                     case End():
                         self._ends[choice] = event
-                        chunks.append(self._chunk(choice, b'"text":"",' + self._rest(choice, finish_of(event))))
+                        chunks.append(data(encode(self._chunk(choice, "", event))))
                     case _:
                         pass  # raw text has no reasoning and no tool calls; logprobs are held above
         return b"".join(chunks)
 
-    def _open(self, batch: Batch) -> bytes:
+    def _open(self, batch: ChoiceDelta) -> bytes:
         """The beginning of a choice's text: the prompt and its logprobs, if requested."""
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)
         if self._logprobs:
             self._held[choice] += self._offsets[choice].of_prompt(opening.scored)
         self._shown[choice] += len(opening.text)
-        extra: dict[str, Any] = {"finish_reason": None}
+        chunk = self._chunk(choice, opening.text)
+        [first] = chunk.choices
         if scored is not None:
-            extra["prompt_logprobs"] = vllm_prompt_logprobs(scored, self._token_bytes)
+            first.prompt_logprobs = vllm_prompt_logprobs(scored, self._token_bytes)
         if batch.prompt_ids is not None:
-            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
-        return self._chunk(choice, b'"text":' + _json(opening.text) + b"," + self._rest(choice, extra))
+            first.prompt_token_ids = json_list(batch.prompt_ids)
+        return data(encode(chunk))
 
-    def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        """The fields after the text. Logprobs of text that is held back as a possible stop string wait."""
-        held, shown, scored = self._held[choice], self._shown[choice], None
-        ready = len(held) if self._ends[choice] else bisect_right(held, shown, key=itemgetter(2))
+    def _chunk(self, index: int, text: str, end: End | None = None) -> TextCompletionChunk:
+        """A chunk with one choice. Logprobs of text that is held back as a possible stop string wait."""
+        held, shown, scored = self._held[index], self._shown[index], None
+        ready = len(held) if self._ends[index] else bisect_right(held, shown, key=itemgetter(2))
         if ready:
             scored = completion_logprobs(held[:ready], self._token_bytes, shown)
             del held[:ready]
-        ids, self._token_ids[choice] = self._token_ids[choice], None
-        told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
-        if self._proposer is not None:
-            told |= {"proposer": self._proposer, "elapsed_ms": self._elapsed_ms}
-        return _json({"logprobs": scored, **finish, **told})[1:-1]
+        choice = CompletionChunkChoice(index=index, text=text, logprobs=scored)
+        self._extended(choice, end)
+        return self._with([choice], self._usage)
+
+    def _with(
+        self, choices: list[CompletionChunkChoice], usage: CompletionUsage | UnsetType | None
+    ) -> TextCompletionChunk:
+        return TextCompletionChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _usage_chunk(self, usage: CompletionUsage) -> bytes:
+        return data(encode(self._with([], usage)))

@@ -1,19 +1,20 @@
-"""Builds the OpenAPI 3.1 document of the routes from the structs that their parsers decode.
+"""Builds the OpenAPI 3.1 document of the routes from the structs that their parsers decode and that their responses
+encode.
 
-Types, limits and required fields come from the structs by which msgspec validates bodies, so that the document always
-matches the server. What a struct cannot express (fields decoded from `Raw`, responses) is in each `Operation`.
+Types, limits and required fields come from the structs by which msgspec validates and writes bodies, so that the
+document always matches the server. What a struct cannot express (fields decoded from `Raw`) is in each `Operation`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from redline import __version__
-from redline.api.openapi.operation import OPENAI_ERROR, Operation, Schema
+from redline.api.body import REF, ResponseBody
+from redline.api.openapi.operation import Operation, Schema
 
-_REF = "#/components/schemas/"
 _BODY_ERRORS = {
     "404": "The model is not served, or an object that the body refers to does not exist",
     "408": "The body did not arrive in time",
@@ -46,12 +47,12 @@ def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -
     schemas: dict[str, Schema] = {}
     for module in dict.fromkeys(operation.body.__module__ for operation in operations if operation.body is not None):
         schemas |= _bodies(module, operations)
+    written = _Written(operations)
+    schemas |= written.schemas
     paths: dict[str, Schema] = {}
     for operation in operations:
-        errors = operation.errors or OPENAI_ERROR
-        schemas[errors.name] = errors.schema
-        told = _operation(operation, keys=keys and operation.path not in open_paths)
-        paths.setdefault(operation.path, {})[operation.method.lower()] = told
+        told = _operation(operation, written, keys=keys and operation.url not in open_paths)
+        paths.setdefault(operation.url, {})[operation.method.lower()] = told
     document: Schema = {
         "openapi": "3.1.0",
         "info": {
@@ -72,11 +73,45 @@ def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -
     return document
 
 
+class _Written:
+    """The schemas of responses."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        kinds: list[Any] = []
+        for operation in operations:
+            kinds += [operation.answers, operation.event, operation.unready, operation.errors.body]
+        kinds = list(dict.fromkeys(kinds))
+        told, self.schemas = msgspec.json.schema_components(kinds, ref_template=REF + "{name}")
+        self._told = dict(zip(kinds, told, strict=True))
+        named = {kind.__name__: kind for kind in _below(ResponseBody)}
+        while some := _references(self.schemas) - self.schemas.keys():  # `OneOf` hides types from msgspec
+            more = [named[name] for name in sorted(some)]
+            self.schemas |= msgspec.json.schema_components(more, ref_template=REF + "{name}")[1]
+        for schema in self.schemas.values():
+            schema.pop("description", None)
+            del schema["title"]
+            always = [name for name, field in schema["properties"].items() if field.pop("default", field) is not field]
+            schema["required"] += [name for name in always if name not in schema["required"]]
+
+    def __getitem__(self, kind: Any) -> Schema:
+        return self._told[kind]
+
+
+def _below(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _below(one)
+
+
+def _references(schemas: dict[str, Schema]) -> set[str]:
+    return set(re.findall(f'"{REF}(\\w+)"', msgspec.json.encode(schemas).decode()))
+
+
 def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
     """The schemas of the bodies of one module, and of nested structs: `openai.Chat` for `_Chat` of
     openai/requests.py."""
     mine = [operation for operation in operations if operation.body and operation.body.__module__ == module]
-    template = f"{_REF}{_dialect(module)}.{{name}}"
+    template = f"{REF}{_dialect(module)}.{{name}}"
     shapes: list[Any] = [operation.body for operation in mine]
     shapes += [kind for operation in mine for kind in operation.raw.values() if not isinstance(kind, dict)]
     _, schemas = msgspec.json.schema_components(shapes, ref_template=template)
@@ -108,24 +143,23 @@ def _complete(schemas: dict[str, Schema], operation: Operation, template: str) -
         schemas[body]["properties"][field] |= keywords
 
 
-def _operation(operation: Operation, keys: bool) -> Schema:
-    content: Schema = {operation.text or "application/json": {"schema": operation.answer}}
+def _operation(operation: Operation, written: _Written, keys: bool) -> Schema:
+    content: Schema = {operation.text or "application/json": {"schema": written[operation.answers]}}
     said = "The answer"
-    errors = operation.errors or OPENAI_ERROR
-    error: Schema = {"$ref": _REF + errors.name}
+    error = written[operation.errors.body]
     if operation.event is not None:
         said = f"The response; with `stream` true, server-sent events, {operation.framing}"
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Events; x-event is the schema of an event's JSON"},
-            "x-event": {"anyOf": [operation.event, error]},
+            "x-event": {"anyOf": [written[operation.event], error]},
         }
     responses: Schema = {"200": {"description": said, "content": content}}
     for status, why in _statuses(operation, keys).items():
-        schema = operation.unready if status == "503" and operation.unready is not None else error
-        status = str(errors.busy) if status == "503" else status
+        schema = written[operation.unready] if status == "503" and operation.unready is not None else error
+        status = str(operation.errors.busy) if status == "503" else status
         responses[status] = {"description": why, "content": {"application/json": {"schema": schema}}}
     told: Schema = {
-        "operationId": f"{operation.method.lower()}{re.sub('[^a-z0-9]+', '_', operation.path.lower()).rstrip('_')}",
+        "operationId": f"{operation.method.lower()}{re.sub('[^a-z0-9]+', '_', operation.url.lower()).rstrip('_')}",
         "tags": [operation.group],
         "summary": operation.summary,
         "responses": dict(sorted(responses.items())),
@@ -134,12 +168,12 @@ def _operation(operation: Operation, keys: bool) -> Schema:
         told["description"] = "\n".join(f"- {note}" for note in operation.notes)
     parameters: list[Schema] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": operation.example}
-        for name in re.findall(r"{(\w+)}", operation.path)
+        for name in re.findall(r"{(\w+)}", operation.url)
     ]
     parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
     if operation.body is not None:
         name = f"{_dialect(operation.body.__module__)}.{operation.body.__name__.removeprefix('_')}"
-        body = {"schema": {"$ref": _REF + name}, "example": operation.example}
+        body = {"schema": {"$ref": REF + name}, "example": operation.example}
         told["requestBody"] = {"required": True, "content": {"application/json": body}}
         parameters.append(_TIMEOUT)
     if parameters:

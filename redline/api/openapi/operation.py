@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
+
+from redline.api.errors import ErrorResponse
 
 Schema = dict[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class ErrorShape(NamedTuple):
-    """The error format of an API. name: of the schema in the document. busy: its status where others use 503."""
+class ErrorFormat(NamedTuple):
+    """The error format of an API. busy: its status where others use 503."""
 
-    name: str
-    schema: Schema
+    body: Any = ErrorResponse
     busy: int = 503
 
 
@@ -26,8 +27,11 @@ class Operation(NamedTuple):
       later; `Struct.field` names a nested field.
     - `bounds`: keywords that narrow a field further. `refused`: known but unsupported fields, each with the values that
       pass.
-    - `answer`: the schema of a 200 response. `text`: its media type, if not JSON. `event`: the schema of the data of a
-      stream's events, None if it never streams. `framing`: the format of an event.
+    - `handler`: the method that serves it; None: `create_app` serves it as a dialect, or as a page. A handler without a
+      body gets the request; one with a body gets the body and the scope (`redline.api.handlers`).
+    - `answer`: the type of the body of a 200 response; None: the one that the handler returns. `text`: its media type,
+      if not JSON. `event`: the type of the
+      data of a stream's events, None if it never streams. `framing`: the format of an event.
     - `errors`: their format. `unready`: a different body of a 503. `missing`: the description of a 404 of a route
       without a body. `query`: query parameters, all optional.
     """
@@ -36,7 +40,8 @@ class Operation(NamedTuple):
     path: str
     group: str
     summary: str
-    answer: Schema
+    answer: Any = None
+    handler: Any = None
     notes: tuple[str, ...] = ()
     body: type | None = None
     example: Any = None
@@ -44,22 +49,22 @@ class Operation(NamedTuple):
     bounds: Mapping[str, Schema] = _NOTHING
     refused: Mapping[str, list[Any]] = _NOTHING
     text: str | None = None
-    event: Schema | None = None
+    event: Any = None
     framing: str = ""
-    errors: ErrorShape | None = None
-    unready: Schema | None = None
+    errors: ErrorFormat = ErrorFormat()
+    unready: Any = None
     missing: str | None = None
     query: Mapping[str, Schema] = _NOTHING
 
+    @property
+    def url(self) -> str:
+        """The path without Starlette's converters."""
+        return self.path.replace(":path}", "}")
 
-def shape(*, optional: tuple[str, ...] = (), **members: Schema) -> Schema:
-    """The schema of an object with exactly these members; `optional` ones may be absent."""
-    return {
-        "type": "object",
-        "properties": members,
-        "required": [name for name in members if name not in optional],
-        "additionalProperties": False,
-    }
+    @property
+    def answers(self) -> Any:
+        """The type of the body of a 200 response."""
+        return get_type_hints(self.handler)["return"] if self.answer is None else self.answer
 
 
 def listed(items: Schema) -> Schema:
@@ -82,6 +87,3 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
 YES: Schema = {"type": "boolean"}
 ANY_OBJECT: Schema = {"type": "object"}
-OPENAI_ERROR = ErrorShape(
-    "openai.Error", shape(error=shape(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
-)

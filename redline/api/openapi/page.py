@@ -93,12 +93,13 @@ def _section(document: Schema, path: str, method: str, told: Schema) -> Iterator
         if "x-event" in answer:
             *shapes, _ = answer["x-event"]["anyOf"]
             yield f"<details><summary>{escape(told['responses']['200']['description'])}</summary>"
-            for event in [inner for one in shapes for inner in one.get("anyOf", [one])]:
-                name = event["properties"].get("type", {}).get("const", "")
+            for event in [_resolved(document, inner) for one in shapes for inner in one.get("anyOf", [one])]:
+                [name] = event["properties"].get("type", {}).get("enum", [""])
                 yield f"<h4>{escape(name)}</h4>{_fields(event)}"
             yield "</details>"
-        elif "properties" in answer["schema"]:
-            yield f"<details><summary>Response, {escape(kind)}</summary>{_fields(answer['schema'])}</details>"
+        elif "$ref" in answer["schema"]:
+            yield f"<details><summary>Response: {_kind(answer['schema'])}</summary>"
+            yield f"{_fields(_resolved(document, answer['schema']))}</details>"
         else:
             yield f"<p>Response: {escape(kind)}</p>"
     rows = [
@@ -196,6 +197,10 @@ def _bounds(told: Schema) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _resolved(document: Schema, schema: Schema) -> Schema:
+    return document["components"]["schemas"][_name(schema)]
 
 
 def _name(schema: Schema) -> str:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline import clock
 from redline.api.auth.auth_state import AuthState
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.errors import RequestError
 
 FOLDER = files("redline.api") / "page"
@@ -90,14 +90,16 @@ class EngineView:
 
     def now(self) -> dict[str, Any]:
         """The queue, the running requests, and each worker's load and pages, without names of keys and processes."""
-        gateway, links, others = self._gateway, self._gateway.links, self._gateway.others
-        jobs, tokens = gateway.waiting
+        gateway, links, others = self._gateway, self._gateway.workers, self._gateway.peers
         return {
             "at": round(clock.now(), 3),  # Unix seconds, by which the page turns counters into rates
             "ready": gateway.ready is not None and links.trouble is None,
             "trouble": links.lost or links.trouble,
-            "queue": {"jobs": jobs + others.waiting, "tokens": tokens + others.waiting_tokens},
-            "running": gateway.running + others.running,
+            "queue": {
+                "jobs": gateway.requests.waiting + others.waiting,
+                "tokens": gateway.requests.waiting_tokens + others.waiting_tokens,
+            },
+            "running": gateway.requests.running + others.running,
             "workers": [
                 {
                     "name": link.name,

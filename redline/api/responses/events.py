@@ -7,20 +7,69 @@ before the next one is added. A call's `call_id` is the model's own, so that the
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from redline.api.auth.quota import CALLER
+from redline.api.body import MARK, around, encode
 from redline.api.config import Limits
 from redline.api.dialect import Dialect, Reply
 from redline.api.errors import tell
-from redline.api.gateway import Batch
-from redline.api.openai.answers import Choice
+from redline.api.gateway.generation import ChoiceDelta
+from redline.api.openai.answers import ChoiceOutput
 from redline.api.openai.dialects import openai_error
 from redline.api.paging import page_limit
+from redline.api.responses.protocol import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    DeletedResponse,
+    FunctionCallItem,
+    FunctionOutputItem,
+    IncompleteDetails,
+    InputItem,
+    InputItemPage,
+    InputMessageItem,
+    InputText,
+    InputTokensDetails,
+    InputTokensResponse,
+    ItemAdded,
+    ItemDone,
+    ItemStatus,
+    Keepalive,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    OutputTextDelta,
+    OutputTextDone,
+    PartAdded,
+    PartDone,
+    PieceEvent,
+    ReasoningItem,
+    ReasoningOptions,
+    ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    ReasoningTokensDetails,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseFailure,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseObject,
+    ResponseUsage,
+    SummaryPartAdded,
+    SummaryPartDone,
+    SummaryText,
+    SummaryTextDelta,
+    SummaryTextDone,
+    TextOptions,
+)
 from redline.api.responses.requests import REASONING, ResponsesRequest, behind, namespaces_of, read_responses, resolved
 from redline.api.responses.sealed import seal
 from redline.api.responses.store import ResponseStore
@@ -28,50 +77,41 @@ from redline.chat.conversation import Message, ToolCall
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 from redline.errors import RequestError
 
-Json = dict[str, Any]
 Namespaces = Mapping[str, tuple[str, str]]
 
-_json = msgspec.json.Encoder().encode
+
+def _begun(reply: Reply[ResponsesRequest], store: bool) -> ResponseObject:
+    """The response object of an answer that has begun. store: its `store` field."""
+    asked, sampling = reply.asked, reply.asked.ask.sampling
+    return ResponseObject(
+        id=_id("resp"),
+        created_at=reply.created,
+        model=reply.model,
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        metadata=asked.metadata,
+        parallel_tool_calls=asked.parallel,
+        previous_response_id=asked.previous,
+        reasoning=ReasoningOptions(asked.effort, asked.summary),
+        store=store,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        text=TextOptions(msgspec.Raw(asked.format)),
+        tool_choice=msgspec.Raw(asked.tool_choice),
+        tools=msgspec.Raw(asked.tools),
+    )
 
 
-class _Body:
-    """Builds the response object of one answer."""
-
-    def __init__(self, reply: Reply[ResponsesRequest], store: bool) -> None:
-        """store: the value of the response's `store` field."""
-        self.id = _id("resp")
-        asked, sampling = reply.asked, reply.asked.ask.sampling
-        self._same: Json = {
-            "id": self.id,
-            "object": "response",
-            "created_at": reply.created,
-            "model": reply.model,
-            "background": False,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata,
-            "parallel_tool_calls": asked.parallel,
-            "previous_response_id": asked.previous,
-            "reasoning": {"effort": asked.effort, "summary": asked.summary},
-            "store": store,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "text": {"format": msgspec.Raw(asked.format)},
-            "tool_choice": msgspec.Raw(asked.tool_choice),
-            "tools": msgspec.Raw(asked.tools),
-            "truncation": "disabled",
-        }
-
-    def now(self, status: str, output: list[Json], end: End | None = None, error: Json | None = None) -> Json:
-        """The object with these items."""
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        usage = None if end is None else _usage(end)
-        more = {"status": status, "error": error, "incomplete_details": cut, "output": output, "usage": usage}
-        return {**self._same, **more}
-
-    def ended(self, end: End, output: list[Json]) -> Json:
-        """The object of an answer that has ended."""
-        return self.now("incomplete" if end.finish == "length" else "completed", output, end)
+def _ended(body: ResponseObject, end: End, output: list[OutputItem]) -> ResponseObject:
+    """The object of an answer that has ended."""
+    cut = end.finish == "length"
+    return msgspec.structs.replace(
+        body,
+        status="incomplete" if cut else "completed",
+        incomplete_details=IncompleteDetails() if cut else None,
+        output=output,
+        usage=_usage(end),
+    )
 
 
 class _Kept(msgspec.Struct):
@@ -95,48 +135,41 @@ async def _keep(store: ResponseStore | None, asked: ResponsesRequest, body: byte
     items = {_item_of(item).id: bytes(item) for item in kept.output}
     if await store.keep(kept.id, asked.owner, body, (*asked.said, turn), items):
         return body
-    return _json({**msgspec.json.decode(body, type=dict[str, msgspec.Raw]), "store": False})
+    return encode({**msgspec.json.decode(body, type=dict[str, msgspec.Raw]), "store": False})
 
 
-def _usage(end: End) -> Json:
-    return {
-        "input_tokens": end.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": end.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
-        "total_tokens": end.prompt_tokens + end.completion_tokens,
-    }
+def _usage(end: End) -> ResponseUsage:
+    return ResponseUsage(
+        end.prompt_tokens,
+        InputTokensDetails(end.cached_tokens, cache_write_tokens=0),
+        end.completion_tokens,
+        ReasoningTokensDetails(end.reasoning_tokens),
+        end.prompt_tokens + end.completion_tokens,
+    )
 
 
-def _reasoning(id: str, text: str, status: str, sealed: bool, summarised: bool) -> Json:
+def _reasoning(id: str, text: str, status: ItemStatus, sealed: bool, summarised: bool) -> ReasoningItem:
     """summarised: the text is returned as the summary, for clients that do not display the content."""
-    kind, place = ("summary_text", "summary") if summarised else ("reasoning_text", "content")
-    item: Json = {"id": id, "type": "reasoning", "summary": [], "status": status, "content": []}
-    if text:
-        item[place] = [{"type": kind, "text": text}]
-    return {**item, "encrypted_content": seal(text)} if sealed and text else item
+    item = ReasoningItem(id=id, status=status)
+    if text and summarised:
+        item.summary = [SummaryText(text)]
+    elif text:
+        item.content = [ReasoningText(text)]
+    if text and sealed:
+        item.encrypted_content = seal(text)
+    return item
 
 
-def _output_text(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _said(id: str, text: str, status: ItemStatus) -> MessageItem:
+    return MessageItem(id=id, status=status, content=[OutputText(text=text)] if text else [])
 
 
-def _said(id: str, text: str, status: str) -> Json:
-    content = [_output_text(text)] if text else []
-    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _called(id: str, call: CallBegin, arguments: str, status: str, namespaces: Namespaces) -> Json:
-    item: Json = {"id": id, "type": "function_call", "call_id": call.id, **_named(call.name, namespaces)}
-    return {**item, "arguments": arguments, "status": status}
-
-
-def _named(name: str, namespaces: Namespaces) -> Json:
-    """The fields that name a function: a function of a namespace is declared under another name
-    (`responses._Declared`)."""
-    if (of := namespaces.get(name)) is None:
-        return {"name": name}
-    return {"name": of[1], "namespace": of[0]}
+def _called(
+    id: str, call: CallBegin | ToolCall, arguments: str, status: ItemStatus, namespaces: Namespaces
+) -> FunctionCallItem:
+    """A function of a namespace is declared to the model under another name (`responses._Declared`)."""
+    namespace, name = namespaces.get(call.name, (UNSET, call.name))
+    return FunctionCallItem(id=id, call_id=call.id, name=name, namespace=namespace, arguments=arguments, status=status)
 
 
 def _id(kind: str) -> str:
@@ -148,23 +181,23 @@ class ResponseStream:
 
     def __init__(self, reply: Reply[ResponsesRequest], store: ResponseStore | None) -> None:
         self._asked, self._store = reply.asked, store
-        self._body = _Body(reply, store is not None and reply.asked.stores)
+        self._body = _begun(reply, store is not None and reply.asked.stores)
         self._end: End | None = None
         self._sealed, self._summarised = reply.asked.sealed, reply.asked.summarised
         self._number = 0  # of the next event
-        self._output: list[Json] = []  # completed items
-        self._choice = Choice()
+        self._output: list[OutputItem] = []  # completed items
+        self._choice = ChoiceOutput()
         self._kind = ""  # of the open item; empty: none is open
         self._id = ""  # of the open item
         self._call: CallBegin | None = None  # the open item, if it is a call
         self._pieces: list[str] = []  # of the open item's text or arguments
-        self._head = b""  # encoded prefix of the open item's delta events
+        self._around: list[bytes] = []  # a delta event of the open item, around its number and its text
 
     def open(self) -> bytes:
         """response.created and response.in_progress."""
-        return b"".join(self._response(kind, "in_progress") for kind in ("created", "in_progress"))
+        return self._event(ResponseCreated(0, self._body)) + self._event(ResponseInProgress(1, self._body))
 
-    def write(self, batches: Sequence[Batch]) -> bytes:
+    def write(self, batches: Sequence[ChoiceDelta]) -> bytes:
         """The events of these batches, without the final one, which `close` returns."""
         out: list[bytes] = []
         for batch in batches:
@@ -192,105 +225,101 @@ class ResponseStream:
 
     def keepalive(self) -> bytes:
         """A `keepalive` event, which OpenAI sends too."""
-        return self._event("keepalive", {})
+        return self._event(Keepalive(self._number))
 
     async def close(self) -> bytes:
         """The final event, response.completed or response.incomplete, once the response is stored."""
         assert self._end is not None
-        body = self._body.ended(self._end, self._output)
-        told = await _keep(self._store, self._asked, _json(body), _turn(self._choice))
-        return self._event(f"response.{body['status']}", {"response": msgspec.Raw(told)})
+        body = _ended(self._body, self._end, self._output)
+        told = await _keep(self._store, self._asked, encode(body), _turn(self._choice))
+        kind = ResponseIncomplete if body.status == "incomplete" else ResponseCompleted
+        return self._event(kind(self._number, cast("ResponseObject", msgspec.Raw(told))))
 
     def fail(self, error: Exception) -> bytes:
         """response.failed as the final event."""
         told = tell(error)
-        failure = {"code": told.code or "server_error", "message": told.message}
-        return self._event("response.failed", {"response": self._body.now("failed", self._output, error=failure)})
+        failure = ResponseFailure(told.code or "server_error", told.message)
+        body = msgspec.structs.replace(self._body, status="failed", error=failure, output=self._output)
+        return self._event(ResponseFailed(self._number, body))
 
-    def _response(self, kind: str, status: str) -> bytes:
-        return self._event(f"response.{kind}", {"response": self._body.now(status, [])})
+    def _event(self, event: ResponseEvent) -> bytes:
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (_name(event), encode(event))
 
-    def _event(self, name: str, fields: Json) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return b"event: %b\ndata: %b\n\n" % (
-            name.encode(),
-            _json({"type": name, "sequence_number": number, **fields}),
-        )
-
-    def _of_item(self, name: str, fields: Json) -> bytes:
-        return self._event(name, {"output_index": len(self._output), "item_id": self._id, **fields})
+    @property
+    def _place(self) -> tuple[int, int, str]:
+        """The first fields of the next event of the open item."""
+        return self._number, len(self._output), self._id
 
     def _piece(self, text: str) -> bytes:
         """A delta event; all of it but its number and the text was encoded when the item was added."""
         self._pieces.append(text)
         number, self._number = self._number, self._number + 1
-        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._head, number, _json(text))
+        head, between, tail = self._around
+        return b"%b%d%b%b%b" % (head, number, between, encode(text), tail)
 
-    def _open(self, kind: str, prefix: str, item: Json, delta: str, fields: Json, out: list[bytes]) -> None:
-        """Complete the open item, and add another one, whose pieces are sent as `delta` events with these fields."""
-        self._done(out, "completed")
-        self._kind, self._id = kind, _id(prefix)
-        added = {"output_index": len(self._output), "item": {**item, "id": self._id}}
-        out.append(self._event("response.output_item.added", added))
-        place = {"type": delta, "output_index": len(self._output), "item_id": self._id, **fields}
-        self._head = b"event: %b\ndata: %b" % (delta.encode(), _json(place)[:-1])
+    def _open(self, kind: str, item: OutputItem, delta: type[PieceEvent], out: list[bytes]) -> None:
+        """Add an item, whose pieces are sent as `delta` events."""
+        self._kind, self._id = kind, item.id
+        out.append(self._event(ItemAdded(self._number, len(self._output), item)))
+        event = delta(output_index=len(self._output), item_id=self._id, sequence_number=MARK, delta=MARK)
+        head, between, tail = around(event)
+        self._around = [b"event: %b\ndata: %b" % (_name(event), head), between, tail + b"\n\n"]
 
     def _open_reasoning(self, out: list[bytes]) -> None:
-        item = _reasoning("", "", "in_progress", sealed=False, summarised=self._summarised)
+        self._done(out, "completed")
+        item = _reasoning(_id(REASONING), "", "in_progress", sealed=False, summarised=self._summarised)
         if self._summarised:
-            self._open("reasoning", REASONING, item, "response.reasoning_summary_text.delta", {"summary_index": 0}, out)
-            part = {"type": "summary_text", "text": ""}
-            out.append(self._of_item("response.reasoning_summary_part.added", {"summary_index": 0, "part": part}))
+            self._open("reasoning", item, SummaryTextDelta, out)
+            out.append(self._event(SummaryPartAdded(*self._place, 0, SummaryText(""))))
             return
-        self._open("reasoning", REASONING, item, "response.reasoning_text.delta", {"content_index": 0}, out)
-        part = {"type": "reasoning_text", "text": ""}
-        out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": part}))
+        self._open("reasoning", item, ReasoningTextDelta, out)
+        out.append(self._event(PartAdded(*self._place, 0, ReasoningText(""))))
 
     def _open_text(self, out: list[bytes]) -> None:
-        fields: Json = {"content_index": 0, "logprobs": []}
-        self._open("message", "msg", _said("", "", "in_progress"), "response.output_text.delta", fields, out)
-        out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": _output_text("")}))
+        self._done(out, "completed")
+        self._open("message", _said(_id("msg"), "", "in_progress"), OutputTextDelta, out)
+        out.append(self._event(PartAdded(*self._place, 0, OutputText(text=""))))
 
     def _open_call(self, call: CallBegin, out: list[bytes]) -> None:
-        item = _called("", call, "", "in_progress", self._asked.namespaces)
-        self._open("function_call", "fc", item, "response.function_call_arguments.delta", {}, out)
+        self._done(out, "completed")
+        item = _called(_id("fc"), call, "", "in_progress", self._asked.namespaces)
+        self._open("function_call", item, ArgumentsDelta, out)
         self._call = call
 
-    def _done(self, out: list[bytes], status: str) -> None:
+    def _done(self, out: list[bytes], status: ItemStatus) -> None:
         """Complete the open item, if there is one."""
         text = "".join(self._pieces)
         self._pieces.clear()
         match self._kind:
-            case "reasoning" if self._summarised:
-                item = _reasoning(self._id, text, status, self._sealed, summarised=True)
-                fields: Json = {"summary_index": 0, "text": text}
-                out.append(self._of_item("response.reasoning_summary_text.done", fields))
-                part = {"type": "summary_text", "text": text}
-                out.append(self._of_item("response.reasoning_summary_part.done", {"summary_index": 0, "part": part}))
             case "reasoning":
-                item = _reasoning(self._id, text, status, self._sealed, summarised=False)
-                out.append(self._of_item("response.reasoning_text.done", {"content_index": 0, "text": text}))
-                part = {"type": "reasoning_text", "text": text}
-                out.append(self._of_item("response.content_part.done", {"content_index": 0, "part": part}))
+                item = _reasoning(self._id, text, status, self._sealed, self._summarised)
+                if self._summarised:
+                    out.append(self._event(SummaryTextDone(*self._place, 0, text)))
+                    out.append(self._event(SummaryPartDone(*self._place, 0, SummaryText(text))))
+                else:
+                    out.append(self._event(ReasoningTextDone(*self._place, 0, text)))
+                    out.append(self._event(PartDone(*self._place, 0, ReasoningText(text))))
             case "message":
                 item = _said(self._id, text, status)
-                fields = {"content_index": 0, "text": text, "logprobs": []}
-                out.append(self._of_item("response.output_text.done", fields))
-                part = {"content_index": 0, "part": _output_text(text)}
-                out.append(self._of_item("response.content_part.done", part))
+                out.append(self._event(OutputTextDone(*self._place, 0, text, [])))
+                out.append(self._event(PartDone(*self._place, 0, OutputText(text=text))))
             case "function_call":
                 assert self._call is not None
                 item = _called(self._id, self._call, text, status, self._asked.namespaces)
-                fields = {"name": item["name"], "arguments": text}
-                out.append(self._of_item("response.function_call_arguments.done", fields))
+                out.append(self._event(ArgumentsDone(*self._place, item.name, text)))
             case _:
                 return
         self._kind = ""
-        out.append(self._event("response.output_item.done", {"output_index": len(self._output), "item": item}))
+        out.append(self._event(ItemDone(self._number, len(self._output), item)))
         self._output.append(item)
 
 
-def _turn(choice: Choice) -> Message:
+def _name(event: ResponseEvent) -> bytes:
+    return str(event.__struct_config__.tag).encode()
+
+
+def _turn(choice: ChoiceOutput) -> Message:
     """The assistant's message, for the next request."""
     calls = [ToolCall(id=call.id, name=call.name, arguments="".join(pieces)) for call, pieces in choice.calls]
     return Message(
@@ -298,11 +327,11 @@ def _turn(choice: Choice) -> Message:
     )
 
 
-def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], stores: bool) -> bytes:
+def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[ChoiceOutput], stores: bool) -> bytes:
     """The body of a whole response. If it was cut off, its last item is incomplete. stores: whether responses are
     stored if requested."""
     [choice] = choices
-    output: list[Json] = []
+    output: list[OutputItem] = []
     if thought := "".join(choice.thought):
         asked = reply.asked
         output.append(_reasoning(_id(REASONING), thought, "completed", asked.sealed, asked.summarised))
@@ -312,8 +341,8 @@ def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], s
         output.append(_called(_id("fc"), call, "".join(pieces), "completed", reply.asked.namespaces))
     end = choice.ended()
     if end.finish == "length" and output:
-        output[-1]["status"] = "incomplete"
-    return _json(_Body(reply, stores and reply.asked.stores).ended(end, output))
+        output[-1].status = "incomplete"
+    return encode(_ended(_begun(reply, stores and reply.asked.stores), end, output))
 
 
 def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesRequest]:
@@ -369,7 +398,7 @@ class KeptResponses:
         """DELETE: delete the response."""
         id = request.path_params["id"]
         await self._store.delete(id, owner())
-        return Response(_json({"id": id, "object": "response", "deleted": True}), media_type="application/json")
+        return Response(encode(DeletedResponse(id=id)), media_type="application/json")
 
 
 class _Said(msgspec.Struct):
@@ -380,41 +409,39 @@ def _page(
     id: str, body: bytes, messages: Sequence[Message], limit: int, newest_first: bool, after: str | None
 ) -> bytes:
     """The items of these messages, after the one with id `after`. Raises RequestError if there is no such item."""
-    items: list[Json] = []
+    items: list[InputItem] = []
     namespaces = namespaces_of(msgspec.json.decode(body, type=_Said).tools)
 
-    def add(prefix: str, kind: str, **fields: Any) -> None:
-        items.append({"id": f"{prefix}_{id.removeprefix('resp_')}_{len(items)}", "type": kind, **fields})
+    def next_id(prefix: str) -> str:
+        return f"{prefix}_{id.removeprefix('resp_')}_{len(items)}"
 
     for message in messages:
         if message.role == "tool":
-            add("fco", "function_call_output", call_id=message.tool_call_id, output=message.content, status="completed")
+            items.append(FunctionOutputItem(id=next_id("fco"), call_id=message.tool_call_id, output=message.content))
             continue
         if message.reasoning:
-            add(REASONING, "reasoning", summary=[], content=[{"type": "reasoning_text", "text": message.reasoning}])
+            items.append(ReasoningItem(id=next_id(REASONING), content=[ReasoningText(message.reasoning)]))
         if message.content or not (message.reasoning or message.tool_calls):
             said = message.role == "assistant"
-            part = _output_text(message.content) if said else {"type": "input_text", "text": message.content}
-            add("msg", "message", role=message.role, content=[part], status="completed")
+            part = OutputText(text=message.content) if said else InputText(message.content)
+            items.append(InputMessageItem(id=next_id("msg"), role=message.role, content=[part]))
         for call in message.tool_calls:
-            named = _named(call.name, namespaces)
-            add("fc", "function_call", call_id=call.id, **named, arguments=call.arguments, status="completed")
+            items.append(_called(next_id("fc"), call, call.arguments, "completed", namespaces))
     if newest_first:
         items.reverse()
     if after is not None:
-        place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+        place = next((place for place, item in enumerate(items) if item.id == after), None)
         if place is None:
             raise RequestError(f"after is {after[:64]!r}, which is not an input item of this response", "after")
         items = items[place + 1 :]
     shown = items[:limit]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    more = {"first_id": first, "last_id": last, "has_more": len(items) > limit}
-    return _json({"object": "list", "data": shown, **more})
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return encode(InputItemPage(data=shown, first_id=first, last_id=last, has_more=len(items) > limit))
 
 
 def count_input(tokens: int) -> bytes:
     """The body of a response to /v1/responses/input_tokens."""
-    return _json({"object": "response.input_tokens", "input_tokens": tokens})
+    return encode(InputTokensResponse(input_tokens=tokens))
 
 
 def owner() -> str:

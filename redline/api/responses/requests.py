@@ -8,7 +8,7 @@ model had generated them.
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from msgspec import Meta
 from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
-from redline.api.dialect import Asked, Streaming
+from redline.api.dialect import ParsedRequest, Streaming
 from redline.api.openai.requests import (
     ABSENT,
     CHOICE_BYTES,
@@ -31,11 +31,12 @@ from redline.api.openai.requests import (
     read,
 )
 from redline.api.responses.sealed import unseal
+from redline.api.sampling import sampling_of, with_sampling
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
-from redline.chat.generation import Temperature, TopP
 from redline.errors import RequestError
 from redline.messages.job import Sampling
+from redline.messages.sampling_option import Api
 
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -118,11 +119,15 @@ class _Prompt(msgspec.Struct, kw_only=True):
     prompt: msgspec.Raw = ABSENT
 
 
-class _Responses(_Prompt, kw_only=True):
+if TYPE_CHECKING:
+    _Sampled = _Prompt
+else:
+    _Sampled = with_sampling(_Prompt, Api.RESPONSES)
+
+
+class _Responses(_Sampled, kw_only=True):
     input: str | Annotated[list[_Input], Meta(min_length=1)]  # type: ignore[assignment]
     max_output_tokens: _Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     stream: bool | None = None
     store: bool | None = None
     include: Annotated[list[Name], Meta(max_length=16)] | None = None
@@ -134,7 +139,7 @@ class _Responses(_Prompt, kw_only=True):
     top_logprobs: int | None = None
 
 
-class ResponsesRequest(Asked, frozen=True):
+class ResponsesRequest(ParsedRequest, frozen=True):
     """A parsed body of /v1/responses, with the fields that the response repeats."""
 
     said: tuple[Message, ...] = ()  # the conversation without the instructions, which apply to one response only
@@ -177,14 +182,7 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
     parallel = request.parallel_tool_calls is not False
     ask = msgspec.structs.replace(
         asked.ask,
-        sampling=Sampling(
-            max_tokens=request.max_output_tokens or WHAT_IS_LEFT,
-            temperature=defaults.temperature if request.temperature is None else request.temperature,
-            top_p=defaults.top_p if request.top_p is None else request.top_p,
-            top_k=max(defaults.top_k, 0),
-            min_p=defaults.min_p,
-            repetition_penalty=defaults.repetition_penalty,
-        ),
+        sampling=sampling_of(request, Api.RESPONSES, defaults, request.max_output_tokens or WHAT_IS_LEFT),
         constraint=constraint,
         calls=_calls(choice, declared, parallel),
     )

@@ -47,6 +47,77 @@ E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 80, 120
 COUNT_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 64)
 
+LABELS = ("model_name", "engine")
+# Each metric's name and help. Histograms: then the upper bounds; each has one series, of the whole server.
+HISTOGRAMS = (
+    ("vllm:time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS),
+    ("vllm:request_time_per_output_token_seconds", "(last token - first token) / (tokens - 1)", TOKEN_BUCKETS),
+    ("vllm:e2e_request_latency_seconds", "From the request's arrival to its last token", E2E_BUCKETS),
+    ("vllm:request_prompt_tokens", "Prompt tokens of a job", COUNT_BUCKETS),
+    ("vllm:request_generation_tokens", "Tokens that a job generated", COUNT_BUCKETS),
+    ("vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a request", COUNT_BUCKETS),
+    ("vllm:request_params_n", "Choices that a request asks for", CHOICE_BUCKETS),
+    ("vllm:request_params_max_tokens", "max_tokens of a request", COUNT_BUCKETS),
+    ("vllm:request_queue_time_seconds", "From the worker's receipt of a job to its place in the batch", E2E_BUCKETS),
+    ("vllm:request_prefill_time_seconds", "From a job's admission to the batch to its first token", E2E_BUCKETS),
+    ("vllm:request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS),
+    ("vllm:request_inference_time_seconds", "From a job's admission to the batch to its last token", E2E_BUCKETS),
+    ("redline:event_loop_lag_seconds", "Delay of a timer of the API's event loop", LAG_BUCKETS),
+)
+# Counters and gauges: then the labels besides LABELS.
+COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens of admitted jobs"),
+    ("vllm:request_success", "Jobs that ended, by reason", "finished_reason"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache"),
+    ("redline:requests", "HTTP requests that have ended", "route", "status"),
+    ("redline:rejections", "Requests rejected, by reason", "reason"),
+    ("redline:worker_starts", "Number of starts of a worker, including the first"),
+    ("redline:steps", "Engine steps, replayed as a CUDA graph or run eagerly", "by"),
+    ("vllm:num_preemptions", "Jobs that were preempted and recomputed"),
+    ("vllm:spec_decode_num_drafts", "Steps of a job that verified draft tokens"),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified"),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted"),
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position among the draft tokens of a step",
+        "position",
+    ),
+    ("redline:draft_tokens", "Draft tokens verified, by drafter", "by"),
+    ("redline:accepted_draft_tokens", "Draft tokens accepted, by drafter", "by"),
+    ("redline:handoffs", "Prompts of a worker's KV transfers, by outcome", "result"),
+    ("redline:role_changes", "Number of role switches of a worker", "role"),
+    ("redline:sla_requests", "Ended requests of a class, by the SLO targets met", "sla", "ttft", "itl"),
+    ("redline:jobs_moved", "Jobs requeued to another worker"),
+)
+GAUGES = (
+    (
+        "vllm:cache_config_info",
+        "Configuration of the KV cache",
+        *("block_size", "num_gpu_blocks", "enable_prefix_caching", "max_model_len"),
+    ),
+    ("vllm:num_requests_running", "Jobs in the running batch"),
+    ("vllm:num_requests_waiting", "Jobs waiting for admission to the batch"),
+    ("vllm:kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1"),
+    ("redline:queue_jobs", "Jobs without a first token"),
+    ("redline:queue_tokens", "Prompt tokens of jobs without a first token"),
+    ("redline:ready", "1 while new requests are accepted, as /health reports, else 0"),
+    ("redline:kv_chunks", "KV chunks offered to other workers, or in transfer to this one"),
+    ("redline:worker_role", "1 for the current role of a worker, 0 for the others", "role"),
+    ("redline:workers_wanted", "Number of workers that the autoscaler requests to meet the SLO targets"),
+    ("redline:sla_target_seconds", "SLO target of a class of requests", "sla", "of"),
+)
+# Metrics with the value of a field of `Load`; its counters begin at 0 in each start of a worker.
+LOAD_GAUGES = {"vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting"}
+LOAD_COUNTERS = {
+    "vllm:prefix_cache_queries": "prompt_tokens",
+    "vllm:prefix_cache_hits": "prompt_tokens_cached",
+    "vllm:num_preemptions": "preemptions",
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+
 
 class TokenTimes:
     """Metrics updated for every token: plain numbers that become series at scrape time, at a tenth of the cost."""
@@ -111,145 +182,39 @@ class Metrics:
     def __init__(self, model_name: str, clock: Callable[[], float] = clock.monotonic) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        own = (model_name, ENGINE)
-        label = ("model_name", "engine")
-
-        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            series = Histogram(f"vllm:{name}", help, label, registry=self.registry, buckets=buckets)
-            return series.labels(*own)
-
-        def counter(name: str, help: str) -> Counter:
-            return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(*own)
-
-        def counters(name: str, help: str) -> Counter:
-            return Counter(f"vllm:{name}", help, label, registry=self.registry)
-
-        def gauges(name: str, help: str) -> Gauge:
-            return Gauge(f"vllm:{name}", help, label, registry=self.registry)
-
-        def gauge_of(name: str, help: str) -> Gauge:
-            return Gauge(f"redline:{name}", help, label, registry=self.registry).labels(*own)
-
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS
-        )
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds", "(last token - first token) / (tokens - 1)", TOKEN_BUCKETS
-        )
-        self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "From the request's arrival to its last token", E2E_BUCKETS
-        )
-        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a job", COUNT_BUCKETS)
-        self._request_generation = histogram("request_generation_tokens", "Tokens that a job generated", COUNT_BUCKETS)
-        self._request_longest = histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest choice of a request", COUNT_BUCKETS
-        )
-        self._request_n = histogram("request_params_n", "Choices that a request asks for", CHOICE_BUCKETS)
-        self._request_most = histogram("request_params_max_tokens", "max_tokens of a request", COUNT_BUCKETS)
-        self._queue_time = histogram(
-            "request_queue_time_seconds", "From the worker's receipt of a job to its place in the batch", E2E_BUCKETS
-        )
-        self._prefill_time = histogram(
-            "request_prefill_time_seconds", "From a job's admission to the batch to its first token", E2E_BUCKETS
-        )
-        self._decode_time = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS)
-        self._inference_time = histogram(
-            "request_inference_time_seconds", "From a job's admission to the batch to its last token", E2E_BUCKETS
-        )
-        self._cache_config = Gauge(
-            "vllm:cache_config_info", "Configuration of the KV cache",
-            (*label, "block_size", "num_gpu_blocks", "enable_prefix_caching", "max_model_len"), registry=self.registry,
-        )  # fmt: skip
-        self._step_sizes = StepSizes(model_name)
-        self.registry.register(self._step_sizes)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted jobs")
+        self._own = own = (model_name, ENGINE)
+        self._histograms = {
+            name: Histogram(name, help, LABELS, registry=self.registry, buckets=buckets).labels(*own)
+            for name, help, buckets in HISTOGRAMS
+        }
+        self._counters = {
+            name: Counter(name, help, (*LABELS, *more), registry=self.registry) for name, help, *more in COUNTERS
+        }
+        self._gauges = {
+            name: Gauge(name, help, (*LABELS, *more), registry=self.registry) for name, help, *more in GAUGES
+        }
+        self.time_to_first_token = self._histograms["vllm:time_to_first_token_seconds"]
+        self.time_per_output_token = self._histograms["vllm:request_time_per_output_token_seconds"]
+        self.e2e_latency = self._histograms["vllm:e2e_request_latency_seconds"]
+        self.loop_lag = self._histograms["redline:event_loop_lag_seconds"]
+        self.prompt_tokens = self._counters["vllm:prompt_tokens"].labels(*own)
         self.tokens = TokenTimes(model_name)
         self.registry.register(self.tokens)
-        self._success = Counter(
-            "vllm:request_success", "Jobs that ended, by reason", (*label, "finished_reason"), registry=self.registry
-        )
-        self._running = gauges("num_requests_running", "Jobs in the running batch")
-        self._waiting = gauges("num_requests_waiting", "Jobs waiting for admission to the batch")
-        self._kv_usage = gauges("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
-        self._prefix_queries = counters("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = counters("prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._requests = Counter(
-            "redline:requests", "HTTP requests that have ended", (*label, "route", "status"), registry=self.registry
-        )
-        self._rejections = Counter(
-            "redline:rejections", "Requests rejected, by reason", (*label, "reason"), registry=self.registry
-        )
-        self._queue_jobs = gauge_of("queue_jobs", "Jobs without a first token")
-        self._queue_tokens = gauge_of("queue_tokens", "Prompt tokens of jobs without a first token")
-        self._ready = gauge_of("ready", "1 while new requests are accepted, as /health reports, else 0")
-        self._starts = Counter(
-            "redline:worker_starts", "Number of starts of a worker, including the first", label,
-            registry=self.registry,
-        )  # fmt: skip
-        self.loop_lag = Histogram(
-            "redline:event_loop_lag_seconds", "Delay of a timer of the API's event loop", label,
-            registry=self.registry, buckets=LAG_BUCKETS,
-        ).labels(*own)  # fmt: skip
-        self._steps = Counter(
-            "redline:steps", "Engine steps, replayed as a CUDA graph or run eagerly", (*label, "by"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._preemptions = counters("num_preemptions", "Jobs that were preempted and recomputed")
-        self._drafts = counters("spec_decode_num_drafts", "Steps of a job that verified draft tokens")
-        self._draft_tokens = counters("spec_decode_num_draft_tokens", "Draft tokens verified")
-        self._accepted_tokens = counters("spec_decode_num_accepted_tokens", "Draft tokens accepted")
-        self._accepted_per_pos = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position among the draft tokens of a step",
-            (*label, "position"),
-            registry=self.registry,
-        )
-        self._tokens_by = Counter(
-            "redline:draft_tokens", "Draft tokens verified, by drafter", (*label, "by"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._accepted_by = Counter(
-            "redline:accepted_draft_tokens", "Draft tokens accepted, by drafter", (*label, "by"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._handoffs = Counter(
-            "redline:handoffs", "Prompts of a worker's KV transfers, by outcome", (*label, "result"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._kv_chunks = Gauge(
-            "redline:kv_chunks", "KV chunks offered to other workers, or in transfer to this one", label,
-            registry=self.registry,
-        )  # fmt: skip
-        self._role = Gauge(
-            "redline:worker_role", "1 for the current role of a worker, 0 for the others", (*label, "role"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._turned = Counter(
-            "redline:role_changes", "Number of role switches of a worker", (*label, "role"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._workers_wanted = Gauge(
-            "redline:workers_wanted", "Number of workers that the autoscaler requests to meet the SLO targets", label,
-            registry=self.registry,
-        )  # fmt: skip
-        self._promised = Gauge(
-            "redline:sla_target_seconds", "SLO target of a class of requests", (*label, "sla", "of"),
-            registry=self.registry,
-        )  # fmt: skip
-        self._kept = Counter(
-            "redline:sla_requests", "Ended requests of a class, by the SLO targets met",
-            (*label, "sla", "ttft", "itl"), registry=self.registry,
-        )  # fmt: skip
+        self._step_sizes = StepSizes(model_name)
+        self.registry.register(self._step_sizes)
         self._tiers = TierMetrics(self.registry)
         self._step_times = StepMetrics(self.registry)
-        self._moved = Counter(
-            "redline:jobs_moved", "Jobs requeued to another worker", label, registry=self.registry
-        ).labels(*own)
-        self._own = own
         self._engines: dict[str, str] = {}  # the engine label of each worker, by its name
-        for family in (self._running, self._waiting, self._kv_usage, self._prefix_queries, self._prefix_hits,
-                       self._preemptions, self._drafts, self._draft_tokens, self._accepted_tokens):  # fmt: skip
-            family.labels(*own)  # creates the series
+        for name in (
+            *LOAD_GAUGES,
+            "vllm:kv_cache_usage_perc",
+            "redline:queue_jobs",
+            "redline:queue_tokens",
+            "redline:ready",
+        ):
+            self._gauges[name].labels(*own)  # creates the series
+        for name in (*LOAD_COUNTERS, "redline:jobs_moved"):
+            self._counters[name].labels(*own)
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
         self._last: dict[str, tuple[int, Load]] = {}  # by worker: epoch, and the report that the counters include
@@ -257,103 +222,105 @@ class Metrics:
 
     def asked(self, n: int, max_tokens: int) -> None:
         """Count an admitted request."""
-        self._request_n.observe(n)
-        self._request_most.observe(max_tokens)
+        self._histograms["vllm:request_params_n"].observe(n)
+        self._histograms["vllm:request_params_max_tokens"].observe(max_tokens)
 
     def answered_whole(self, longest: int) -> None:
         """Count a request after its last job has ended. longest: tokens of its longest answer."""
-        self._request_longest.observe(longest)
+        self._histograms["vllm:request_max_num_generation_tokens"].observe(longest)
 
     def job_ended(self, prompt: int, generated: int) -> None:
         """Count an ended job, by its tokens."""
-        self._request_prompt.observe(prompt)
-        self._request_generation.observe(generated)
+        self._histograms["vllm:request_prompt_tokens"].observe(prompt)
+        self._histograms["vllm:request_generation_tokens"].observe(generated)
 
     def job_took(self, queued_s: float, prefill_s: float, decode_s: float) -> None:
         """Count an ended job that had a first token, by its times."""
-        self._queue_time.observe(queued_s)
-        self._prefill_time.observe(prefill_s)
-        self._decode_time.observe(decode_s)
-        self._inference_time.observe(prefill_s + decode_s)
+        self._histograms["vllm:request_queue_time_seconds"].observe(queued_s)
+        self._histograms["vllm:request_prefill_time_seconds"].observe(prefill_s)
+        self._histograms["vllm:request_decode_time_seconds"].observe(decode_s)
+        self._histograms["vllm:request_inference_time_seconds"].observe(prefill_s + decode_s)
 
     def ready(self, ready: Ready, worker: str) -> None:
         """Set the cache and device series of a worker that is ready."""
         own = self._labels(worker)
-        self._cache_config.remove_by_labels({"engine": own[1]})
-        self._cache_config.labels(*own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
+        self._gauges["vllm:cache_config_info"].remove_by_labels({"engine": own[1]})
+        self._gauges["vllm:cache_config_info"].labels(*own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
         self._step_times.measured(own, ready)
 
     def moved(self) -> None:
         """Count a requeued job of a worker that went down."""
-        self._moved.inc()
+        self._counters["redline:jobs_moved"].labels(*self._own).inc()
 
     def joined(self, worker: str) -> None:
         """Count a worker's start. At its first start the worker gets the next engine label."""
-        self._starts.labels(*self._labels(worker)).inc()
+        self._counters["redline:worker_starts"].labels(*self._labels(worker)).inc()
 
     def promised(self, sla: str, ttft_ms: float | None, itl_ms: float | None) -> None:
         """Set the SLO targets of a class; None: no target."""
         for of, most_ms in (("ttft", ttft_ms), ("itl", itl_ms)):
             if most_ms is not None:
-                self._promised.labels(*self._own, sla, of).set(most_ms / 1000)
+                self._gauges["redline:sla_target_seconds"].labels(*self._own, sla, of).set(most_ms / 1000)
         for ttft in ("met", "missed"):
             for itl in ("met", "missed"):
-                self._kept.labels(*self._own, sla, ttft, itl)  # creates the series
+                self._counters["redline:sla_requests"].labels(*self._own, sla, ttft, itl)  # creates the series
 
     def kept(self, sla: str, *, ttft: bool, itl: bool) -> None:
         """Count an ended request of a class, by the SLO targets met."""
-        self._kept.labels(*self._own, sla, "met" if ttft else "missed", "met" if itl else "missed").inc()
+        self._counters["redline:sla_requests"].labels(
+            *self._own, sla, "met" if ttft else "missed", "met" if itl else "missed"
+        ).inc()
 
     def workers_wanted(self, workers: int) -> None:
         """Set the number of workers to run. The series does not exist before the first call."""
-        self._workers_wanted.labels(*self._own).set(workers)
+        self._gauges["redline:workers_wanted"].labels(*self._own).set(workers)
 
     def lost(self, worker: str, epoch: int = 1) -> None:
         """Reset the gauges of a worker that went down; later reports of that epoch do not set them again."""
         own, self._ended[worker] = self._labels(worker), epoch
-        for gauge in (self._running, self._waiting, self._kv_usage, self._kv_chunks):
-            gauge.labels(*own).set(0)
+        for name in (*LOAD_GAUGES, "vllm:kv_cache_usage_perc", "redline:kv_chunks"):
+            self._gauges[name].labels(*own).set(0)
         for each in get_args(Role):
-            self._role.labels(*own, each).set(0)
+            self._gauges["redline:worker_role"].labels(*own, each).set(0)
 
     def role(self, worker: str, role: Role) -> None:
         """Set the current role of a worker."""
         for each in get_args(Role):
-            self._role.labels(*self._labels(worker), each).set(each == role)
+            self._gauges["redline:worker_role"].labels(*self._labels(worker), each).set(each == role)
 
     def turned(self, worker: str, role: Role) -> None:
         """Count a role switch of a serving worker."""
-        self._turned.labels(*self._labels(worker), role).inc()
+        self._counters["redline:role_changes"].labels(*self._labels(worker), role).inc()
 
     def _labels(self, worker: str) -> tuple[str, str]:
         return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
 
     def finished(self, finish: Finish) -> None:
         """Count an ended job, by vLLM's name of the finish reason."""
-        self._success.labels(*self._own, "abort" if finish == "aborted" else finish).inc()
+        self._counters["vllm:request_success"].labels(*self._own, "abort" if finish == "aborted" else finish).inc()
 
     def queue(self, jobs: Callable[[], int], tokens: Callable[[], int]) -> None:
         """Set the callbacks that return the number of waiting jobs and of their prompt tokens at each scrape."""
-        self._queue_jobs.set_function(jobs)
-        self._queue_tokens.set_function(tokens)
+        self._gauges["redline:queue_jobs"].labels(*self._own).set_function(jobs)
+        self._gauges["redline:queue_tokens"].labels(*self._own).set_function(tokens)
 
     def health(self, ready: Callable[[], bool]) -> None:
         """Set the callback that returns whether the server is ready at each scrape."""
-        self._ready.set_function(lambda: float(ready()))
+        self._gauges["redline:ready"].labels(*self._own).set_function(lambda: float(ready()))
 
     def answered(self, scope: Scope, status: int) -> None:
         """Count an ended request; status 0: its client disconnected before a status was sent."""
         known = scope.get("endpoint") is not None and not scope.get("path_params")  # else clients could create series
         route = scope["path"] if known else "other"
-        self._requests.labels(*self._own, route, str(status or "none")).inc()
+        self._counters["redline:requests"].labels(*self._own, route, str(status or "none")).inc()
 
     def rejected(self, error: Exception) -> None:
         """Count a request that was rejected for the server's capacity or the key's rate limit, by the error's
         reason."""
         if isinstance(error, Refusal) and error.status == 429:
-            self._rejections.labels(*self._own, getattr(error, "limit", "rate")).inc()
+            self._counters["redline:rejections"].labels(*self._own, getattr(error, "limit", "rate")).inc()
         elif isinstance(error, Overloaded):
-            self._rejections.labels(*self._own, error.reason).inc()
+            self._counters["redline:rejections"].labels(*self._own, error.reason).inc()
 
     def load(self, load: Load, worker: str, epoch: int = 1) -> None:
         """Apply a worker's report. epoch: the start of the worker that it belongs to; counters begin at 0 in each.
@@ -364,27 +331,27 @@ class Metrics:
         last = before if of == epoch else None
         own = self._labels(worker)
         if epoch > self._ended.get(worker, 0):
-            self._running.labels(*own).set(load.running)
-            self._waiting.labels(*own).set(load.waiting)
-            self._kv_usage.labels(*own).set(load.pages_used / load.pages_total if load.pages_total else 0.0)
-            self._kv_chunks.labels(*own).set(load.kv_chunks)
-        self._prefix_queries.labels(*own).inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
-        self._prefix_hits.labels(*own).inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
-        self._steps.labels(*own, "replay").inc(load.replayed - (last.replayed if last else 0))
-        self._steps.labels(*own, "host").inc(load.led - (last.led if last else 0))
-        self._preemptions.labels(*own).inc(load.preemptions - (last.preemptions if last else 0))
-        self._drafts.labels(*own).inc(load.drafts - (last.drafts if last else 0))
-        self._draft_tokens.labels(*own).inc(load.draft_tokens - (last.draft_tokens if last else 0))
-        self._accepted_tokens.labels(*own).inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
+            for name, field in LOAD_GAUGES.items():
+                self._gauges[name].labels(*own).set(getattr(load, field))
+            used = load.pages_used / load.pages_total if load.pages_total else 0.0
+            self._gauges["vllm:kv_cache_usage_perc"].labels(*own).set(used)
+            self._gauges["redline:kv_chunks"].labels(*own).set(load.kv_chunks)
+        for name, field in LOAD_COUNTERS.items():
+            self._counters[name].labels(*own).inc(getattr(load, field) - (getattr(last, field) if last else 0))
+        for by, field in (("replay", "replayed"), ("host", "led")):
+            steps = getattr(load, field) - (getattr(last, field) if last else 0)
+            self._counters["redline:steps"].labels(*own, by).inc(steps)
         for (by, tokens, accepted), (_, tokens_then, accepted_then) in zip(_drafts(load), _drafts(last), strict=True):
-            self._tokens_by.labels(*own, by).inc(tokens - tokens_then)
-            self._accepted_by.labels(*own, by).inc(accepted - accepted_then)
+            self._counters["redline:draft_tokens"].labels(*own, by).inc(tokens - tokens_then)
+            self._counters["redline:accepted_draft_tokens"].labels(*own, by).inc(accepted - accepted_then)
         then_per_pos = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, then_per_pos, fillvalue=0)):
-            self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
+            self._counters["vllm:spec_decode_num_accepted_tokens_per_pos"].labels(*own, str(place)).inc(now - then)
         handed = dict(last.handoffs) if last else {}
         for result, number in load.handoffs:
-            self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
+            self._counters["redline:handoffs"].labels(*own, result.replace(" ", "_")).inc(
+                number - handed.get(result, 0)
+            )
         self._tiers.add(own, load.tiers, last.tiers if last else ())
         self._step_times.add(own, load.step_times, last.step_times if last else ())
         self._step_times.bounded(own, load.bounded, last.bounded if last else 0)

@@ -17,7 +17,7 @@ OF_A_PROCESS = "process_"  # prefix of such series
 GREATEST = {"redline:ready", "redline:sla_target_seconds"}
 
 
-class Sample(Record, frozen=True):
+class MetricSample(Record, frozen=True):
     """One number of a series."""
 
     name: str
@@ -31,7 +31,7 @@ class Family(Record, frozen=True):
     name: str
     help: str
     kind: str
-    samples: tuple[Sample, ...]
+    samples: tuple[MetricSample, ...]
 
 
 _FAMILIES = msgspec.msgpack.Decoder(tuple[Family, ...])
@@ -40,7 +40,12 @@ _FAMILIES = msgspec.msgpack.Decoder(tuple[Family, ...])
 def packed(registry: CollectorRegistry) -> bytes:
     """The current series of a registry, encoded for `MetricsAggregator.told`."""
     families = [
-        Family(each.name, each.documentation, each.type, tuple(Sample(s.name, s.labels, s.value) for s in each.samples))
+        Family(
+            each.name,
+            each.documentation,
+            each.type,
+            tuple(MetricSample(s.name, s.labels, s.value) for s in each.samples),
+        )
         for each in registry.collect()
     ]
     return msgspec.msgpack.encode(families)
@@ -99,7 +104,10 @@ def _added(processes: Iterable[tuple[str, Iterable[Family]]]) -> list[Family]:
                     numbers[key] = before + sample.value
     return [
         Family(
-            name, family.help, family.kind, tuple(Sample(of, dict(labels), n) for (of, labels), n in sums[name].items())
+            name,
+            family.help,
+            family.kind,
+            tuple(MetricSample(of, dict(labels), n) for (of, labels), n in sums[name].items()),
         )
         for name, family in families.items()
     ]

@@ -13,9 +13,9 @@ import msgspec
 
 from redline import clock
 from redline.api.errors import Refusal
-from redline.api.gateway import Gateway
+from redline.api.gateway.gateway import Gateway
 from redline.api.telemetry.request_span import Passages, RequestSpan
-from redline.api.telemetry.stages import Stage, Stages, one_behind_another, stages_of
+from redline.api.telemetry.stages import RequestStage, Stages, one_behind_another, stages_of
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.profile import Profile, Profiled, Span, spans_of
@@ -31,7 +31,7 @@ LATE_S = 0.005  # seconds between two measurements of the event loop's lag
 _FIRST_LANE = 10  # first lane for requests; lanes before it belong to the event loop
 
 
-class Turn(NamedTuple):
+class ReceivedBatch(NamedTuple):
     """A batch of worker messages, processed and written to streams. Times are seconds of time.perf_counter."""
 
     worker: str
@@ -49,7 +49,7 @@ class Recording:
         self.began = clock.perf_counter()
         self.until = 0.0
         self.passages: list[RequestSpan] = []
-        self.turns: list[Turn] = []
+        self.turns: list[ReceivedBatch] = []
         self.late: list[tuple[float, float]] = []  # time of measurement, and lag
         self.left_out: dict[str, int] = {}
         self.notes: list[str] = []
@@ -63,26 +63,26 @@ class Recording:
         else:
             self._leave_out("requests")
 
-    def took(self, link: WorkerHandle, messages: Sequence[Wire], began: float) -> None:
+    def took(self, worker: WorkerHandle, messages: Sequence[Wire], began: float) -> None:
         """Record a processed batch of worker messages."""
         if self.until or not began:
             return
         if len(self.turns) < MOST_TURNS:
             tokens = sum(len(message.tokens) for message in messages if isinstance(message, Delta))
-            self.turns.append(Turn(link.name, len(messages), tokens, began, clock.perf_counter()))
+            self.turns.append(ReceivedBatch(worker.name, len(messages), tokens, began, clock.perf_counter()))
         else:
             self._leave_out("turns")
 
-    def told(self, link: WorkerHandle, message: Profiled) -> None:
+    def told(self, worker: WorkerHandle, message: Profiled) -> None:
         """Store a worker's spans."""
-        if message.number != self.number or link not in self.waits_for:
+        if message.number != self.number or worker not in self.waits_for:
             return
-        self.pieces.setdefault(link.name, []).append(message.data)
+        self.pieces.setdefault(worker.name, []).append(message.data)
         if message.last:
-            self.notes += [f"{link.name}: {note}" for note in message.notes]
+            self.notes += [f"{worker.name}: {note}" for note in message.notes]
             if message.left_out:
-                self.left_out[f"spans of {link.name}"] = message.left_out
-            self.waits_for[link].set()
+                self.left_out[f"spans of {worker.name}"] = message.left_out
+            self.waits_for[worker].set()
 
     def _leave_out(self, what: str) -> None:
         self.left_out[what] = self.left_out.get(what, 0) + 1
@@ -103,12 +103,12 @@ class Profiler:
         if not 0.01 <= seconds <= MOST_S:  # also rejects NaN
             raise Refusal(400, f"seconds is not a number from 0.01 to {MOST_S:g}", "invalid_seconds")
         gateway = self._gateway
-        if gateway.profiling is not None:
+        if gateway.monitor.recorder is not None:
             raise Refusal(409, "another trace is being recorded; retry when it is done", "busy")
         self._number += 1
-        links = [link for link in gateway.links if link.ready is not None]
+        links = [link for link in gateway.workers if link.ready is not None]
         seen = Recording(self._number, links)
-        gateway.profiling = seen
+        gateway.monitor.recorder = seen
         self._passages.watchers.append(seen)
         late = asyncio.create_task(_measure_lateness(seen))
         try:
@@ -130,7 +130,7 @@ class Profiler:
             late.cancel()
             if seen in self._passages.watchers:
                 self._passages.watchers.remove(seen)
-            gateway.profiling = None
+            gateway.monitor.recorder = None
 
 
 async def _told_or_lost(link: WorkerHandle, told: asyncio.Event, until: float) -> None:
@@ -167,7 +167,7 @@ class _Events:
     def _meta(self, pid: int, tid: int, name: str, args: dict[str, Any]) -> None:
         self.events.append({"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args})
 
-    def slice(self, pid: int, tid: int, stage: Stage, category: str) -> None:
+    def slice(self, pid: int, tid: int, stage: RequestStage, category: str) -> None:
         """A slice that began before the recording is drawn from its actual start."""
         began = round((stage.began - self._zero) * 1e6, 3)
         ended = round((stage.ended - self._zero) * 1e6, 3)
@@ -188,7 +188,7 @@ def _written(seen: Recording, requests: Sequence[Stages]) -> bytes:
     events.lane(1, 1, "event loop: messages of workers")
     for turn in seen.turns:
         facts = {"messages": turn.messages, "tokens": turn.tokens}
-        events.slice(1, 1, Stage(f"take in {turn.worker}", turn.began, turn.ended, facts), "loop")
+        events.slice(1, 1, RequestStage(f"take in {turn.worker}", turn.began, turn.ended, facts), "loop")
     for at, late in seen.late:
         events.count(1, "event loop is late", at, round(late * 1e3, 3))
     _draw_requests(events, requests)
@@ -237,5 +237,5 @@ def _draw_worker(events: _Events, pid: int, spans: Sequence[Span]) -> None:
             tid = LANES.index(span.lane) + 1 if span.lane in LANES else _FIRST_LANE + len(lanes)
             lanes[span.lane] = tid
             events.lane(pid, tid, span.lane)
-        stage = Stage(span.name, span.began_ns / 1e9, span.ended_ns / 1e9, span.facts)
+        stage = RequestStage(span.name, span.began_ns / 1e9, span.ended_ns / 1e9, span.facts)
         events.slice(pid, tid, stage, span.lane)

@@ -12,7 +12,7 @@ from redline.api.telemetry.request_traces import RequestTrace
 from redline.messages.job import Sampling
 
 
-class Part(NamedTuple):
+class SpanPart(NamedTuple):
     """A piece of work for a request. Times are seconds of time.perf_counter."""
 
     name: str
@@ -33,7 +33,7 @@ class RequestSpan:
         self.path = path
         self.trace = trace
         self.began = clock.perf_counter()
-        self.parts: list[Part] = []
+        self.parts: list[SpanPart] = []
         self.jobs: Sequence[RequestTrace] = ()
         self.model = ""
         self.sampling: Sampling | None = None
@@ -42,7 +42,7 @@ class RequestSpan:
 
     def did(self, name: str, began: float) -> None:
         """Record a piece of work that began at `began` and ends now; thread-safe."""
-        self.parts.append(Part(name, began, clock.perf_counter()))
+        self.parts.append(SpanPart(name, began, clock.perf_counter()))
 
 
 class Watcher(Protocol):

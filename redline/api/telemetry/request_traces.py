@@ -12,7 +12,7 @@ import msgspec
 from redline import clock
 from redline.messages.delta import Brought, Delta, Drafted, Finish, Note, Preempted, Resumed
 from redline.messages.job import JobId
-from redline.router.choose import Predicted
+from redline.router.placement import PredictedPlacement
 from redline.router.preemption_forecast import GoesOn
 from redline.router.worker_registry import Route
 
@@ -27,8 +27,8 @@ class Sent(NamedTuple):
     worker: str
     prompt_computed_by: str
     moved_because: str  # why the previous worker could not continue it; empty: there was none
-    expected: Predicted  # for the worker that computes the prompt
-    instead: tuple[Predicted, ...]  # for the other workers that could have taken it
+    expected: PredictedPlacement  # for the worker that computes the prompt
+    instead: tuple[PredictedPlacement, ...]  # for the other workers that could have taken it
 
 
 class Paused(NamedTuple):
@@ -60,7 +60,7 @@ class RequestTrace(msgspec.Struct, gc=False):
     choice: int
     prompt_tokens: int
     began: float
-    sent: tuple[tuple[Any, ...], ...] = ()  # fields of `Sent`, with `Predicted`s as tuples
+    sent: tuple[tuple[Any, ...], ...] = ()  # fields of `Sent`, with `PredictedPlacement`s as tuples
     first_token_s: float | None = None
     queued_s: float | None = None
     cached_tokens: int = 0
@@ -75,14 +75,14 @@ class RequestTrace(msgspec.Struct, gc=False):
     finish: Finish | None = None
     ended_s: float | None = None
 
-    def goes(self, route: Route, moved_because: str) -> None:
+    def record_sent(self, route: Route, moved_because: str) -> None:
         """The job is sent to a worker. moved_because: as in `Sent`."""
         instead = tuple(tuple(each) for each in route.instead)
-        computes = (route.prefill or route.link).name
+        computes = (route.prefill or route.worker).name
         at_s = clock.perf_counter() - self.began
-        self.sent += ((at_s, route.link.name, computes, moved_because, tuple(route.expected), instead),)
+        self.sent += ((at_s, route.worker.name, computes, moved_because, tuple(route.expected), instead),)
 
-    def comes(self, delta: Delta, now: float) -> None:
+    def record_delta(self, delta: Delta, now: float) -> None:
         """A delta of the job has arrived."""
         if delta.proposed:
             self.rounds += 1
@@ -92,7 +92,7 @@ class RequestTrace(msgspec.Struct, gc=False):
             self.first_token_s, self.queued_s = now - self.began, delta.queued_s
             self.cached_tokens = delta.cached_tokens
 
-    def notes(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
+    def record_note(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
         """Apply a note of a worker. id: the worker's id of the job. expected: predicted resume of a preempted job.
         tokens: of its answer so far."""
         match note:
@@ -132,7 +132,7 @@ class RequestTrace(msgspec.Struct, gc=False):
             case Drafted():
                 self.drafted = (note.steps, note.seconds, note.predicted_s, note.without_s)
 
-    def ends(self, finish: Finish, tokens: int, now: float) -> None:
+    def record_end(self, finish: Finish, tokens: int, now: float) -> None:
         """The job has ended."""
         self.finish, self.tokens, self.ended_s = finish, tokens, now - self.began
 
@@ -144,7 +144,14 @@ class RequestTrace(msgspec.Struct, gc=False):
     def told(self) -> dict[str, Any]:
         """The trace as JSON. Times are in seconds; predictions are from sending to the prompt's first token."""
         sent = [
-            Sent(at_s, worker, computes, moved, Predicted(*expected), tuple(Predicted(*each) for each in instead))
+            Sent(
+                at_s,
+                worker,
+                computes,
+                moved,
+                PredictedPlacement(*expected),
+                tuple(PredictedPlacement(*each) for each in instead),
+            )
             for at_s, worker, computes, moved, expected, instead in self.sent
         ]
         waited = self.first_token_s - sent[-1].at_s if self.first_token_s is not None and sent else None
@@ -216,7 +223,7 @@ def why(sent: Sent, tokens: int) -> str:
     return f"it costs least there: {expected.cost_s:.3f} s, elsewhere {min(e.cost_s for e in others):.3f}{answers}"
 
 
-def _expected(each: Predicted) -> dict[str, Any]:
+def _expected(each: PredictedPlacement) -> dict[str, Any]:
     return {
         **each._asdict(),
         **{name: _rounded(value) for name, value in each._asdict().items() if name.endswith("_s")},

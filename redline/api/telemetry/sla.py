@@ -25,7 +25,7 @@ LATELY_S = 60.0  # window of the recent counts in the status
 MOST_LATELY = 4096  # requests kept for the recent counts, per class
 
 
-class Took(NamedTuple):
+class RequestTimes(NamedTuple):
     """Seconds of a request that has ended. first_token: None if it had none. pace: None with fewer than two tokens."""
 
     whole: float
@@ -33,7 +33,7 @@ class Took(NamedTuple):
     pace: float | None
 
 
-class Kept(NamedTuple):
+class TargetsMet(NamedTuple):
     """The targets that a request has met."""
 
     ttft: bool
@@ -61,11 +61,11 @@ class Attainment:
         self._metrics = metrics
         self._clock = clock
         self._counts = {name: dict.fromkeys(_all(), 0) for name in targets}
-        self._lately: dict[str, deque[tuple[float, Kept]]] = {name: deque(maxlen=MOST_LATELY) for name in targets}
+        self._lately: dict[str, deque[tuple[float, TargetsMet]]] = {name: deque(maxlen=MOST_LATELY) for name in targets}
         for name, target in targets.items():
             metrics.promised(name, target.ttft_ms, target.itl_ms)
 
-    def ended(self, of: str, took: Took, finish: Finish) -> None:
+    def ended(self, of: str, took: RequestTimes, finish: Finish) -> None:
         """Count a request of a class that has ended; a class without its own targets has those of DEFAULT_SLA."""
         name = of if of in self.targets else DEFAULT_SLA
         if (target := self.targets.get(name)) is None or (kept := keeps(target, took, finish)) is None:
@@ -91,28 +91,28 @@ class Attainment:
         return told
 
 
-def keeps(target: Sla, took: Took, finish: Finish) -> Kept | None:
+def keeps(target: Sla, took: RequestTimes, finish: Finish) -> TargetsMet | None:
     """The targets that a request has met; None if that cannot be determined."""
     if finish == "error":
-        return Kept(ttft=False, itl=False)
+        return TargetsMet(ttft=False, itl=False)
     if took.first_token is None and finish == "aborted" and _within(took.whole, target.ttft_ms):
         return None
     waited = took.whole if took.first_token is None else took.first_token
-    return Kept(_within(waited, target.ttft_ms), took.pace is None or _within(took.pace, target.itl_ms))
+    return TargetsMet(_within(waited, target.ttft_ms), took.pace is None or _within(took.pace, target.itl_ms))
 
 
 def _within(seconds: float, most_ms: float | None) -> bool:
     return most_ms is None or seconds * 1000 <= most_ms
 
 
-def _all() -> list[Kept]:
-    return [Kept(ttft, itl) for ttft in (True, False) for itl in (True, False)]
+def _all() -> list[TargetsMet]:
+    return [TargetsMet(ttft, itl) for ttft in (True, False) for itl in (True, False)]
 
 
-def _told(counts: Mapping[Kept, int]) -> dict[str, int]:
+def _told(counts: Mapping[TargetsMet, int]) -> dict[str, int]:
     return {
         "requests": sum(counts.values()),
         "ttft_met": sum(count for kept, count in counts.items() if kept.ttft),
         "itl_met": sum(count for kept, count in counts.items() if kept.itl),
-        "both_met": counts[Kept(ttft=True, itl=True)],
+        "both_met": counts[TargetsMet(ttft=True, itl=True)],
     }

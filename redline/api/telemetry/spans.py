@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from redline import clock
 from redline.api.telemetry.request_span import RequestSpan
-from redline.api.telemetry.stages import Stage, stages_of
+from redline.api.telemetry.stages import RequestStage, stages_of
 from redline.errors import ConfigError
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     Processor = Any  # opentelemetry.sdk.trace.SpanProcessor, which an extra brings
 
 
-class Spans:
+class RequestSpans:
     """Watches requests, and creates spans for those that do work."""
 
     def __init__(self, processor: "Processor") -> None:
@@ -79,13 +79,13 @@ class Spans:
                 whole.set_status(Status(StatusCode.ERROR))
         whole.end(_ns(told.whole.ended, epoch_ns))
 
-    def _write_stage(self, stage: Stage, within: Any, epoch_ns: int) -> None:
+    def _write_stage(self, stage: RequestStage, within: Any, epoch_ns: int) -> None:
         known = {f"redline.{name}": value for name, value in stage.facts.items() if value is not None}
         span = self._tracer.start_span(stage.name, within, attributes=known, start_time=_ns(stage.began, epoch_ns))
         span.end(_ns(stage.ended, epoch_ns))
 
 
-def open_spans(environment: Mapping[str, str] = os.environ) -> Spans | None:
+def open_spans(environment: Mapping[str, str] = os.environ) -> RequestSpans | None:
     """Spans exported to the collector that the environment names, by OTLP over HTTP; None if it names none or
     disables tracing. Raises ConfigError if the extra is missing, or if the settings are not supported."""
     named = next((name for name in ENDPOINTS if environment.get(name)), None)
@@ -103,7 +103,7 @@ def open_spans(environment: Mapping[str, str] = os.environ) -> Spans | None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(f"{named} is set, but its library is missing: pip install 'redline[otel]'") from error
-    return Spans(BatchSpanProcessor(OTLPSpanExporter()))
+    return RequestSpans(BatchSpanProcessor(OTLPSpanExporter()))
 
 
 def _ns(at: float, epoch_ns: int) -> int:

@@ -6,7 +6,7 @@ Uses the same chat template, batching and parser as the API, without HTTP.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from redline.bench.quality.prompts import Answer, Prompt
+from redline.bench.quality.prompts import EvalPrompt, ModelAnswer
 from redline.chat.conversation import Conversation
 from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
@@ -31,7 +31,7 @@ class Greedy:
         self,
         engine: JobRunner,
         max_tokens: int = MAX_TOKENS,
-        grammar: Callable[[Prompt, Conversation], Grammar | None] | None = None,
+        grammar: Callable[[EvalPrompt, Conversation], Grammar | None] | None = None,
     ) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
@@ -44,13 +44,13 @@ class Greedy:
 
     def answer(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[EvalPrompt],
         done: Callable[[], None],
-        keep: Callable[[Prompt, Answer], object] = lambda _prompt, _answer: None,
-    ) -> list[Answer]:
+        keep: Callable[[EvalPrompt, ModelAnswer], object] = lambda _prompt, _answer: None,
+    ) -> list[ModelAnswer]:
         """The answers in the order of the prompts; calls `keep` and `done` once for each as it ends."""
         deltas: defaultdict[JobId, list[Delta]] = defaultdict(list)
-        found: dict[JobId, Answer] = {}
+        found: dict[JobId, ModelAnswer] = {}
 
         def take(delta: Delta) -> None:
             deltas[delta.job].append(delta)
@@ -76,7 +76,7 @@ class Greedy:
         sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=stops, grammar=grammar)
         return make_job(id, tokens, sampling, self._engine.fingerprint)
 
-    def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> Answer:
+    def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> ModelAnswer:
         decoder = Decoder(
             self._engine.tokenizer,
             thinking=self._engine.style.thinks(conversation),
@@ -88,7 +88,7 @@ class Greedy:
         return joined([event for delta in deltas for event in decoder.push(delta)])
 
 
-def joined(events: Sequence[Event]) -> Answer:
+def joined(events: Sequence[Event]) -> ModelAnswer:
     """Joins a complete stream of events into an answer. Raises AssertionError if the stream has no End."""
     content, reasoning = "", ""
     names: list[str] = []
@@ -107,7 +107,7 @@ def joined(events: Sequence[Event]) -> Answer:
             case Logprobs():
                 pass
             case End():
-                return Answer(
+                return ModelAnswer(
                     content=content,
                     reasoning=reasoning,
                     tool_calls=tuple(zip(names, arguments, strict=True)),

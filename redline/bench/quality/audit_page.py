@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from redline.bench.serving.page import render
-from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.sections import Plot, PlotMark, Section, Series, Table, Words
 from redline.quant.audit import Audit, ExpertRow, WeightRow
 
 WORST = 20  # rows in the tables of the worst weights and experts
@@ -80,7 +80,7 @@ def _kl(audit: Audit) -> Section:
         labels=tuple(row.domain for row in audit.domains),
         style="bars",
     )
-    mark = Mark(text="bound", y=audit.bounds.kl)
+    mark = PlotMark(text="bound", y=audit.bounds.kl)
     return Plot(title="KL by domain", x_label="domain", y_label="nats per token", series=(series,), marks=(mark,))
 
 
@@ -100,7 +100,7 @@ def _by_layer(rows: Sequence[WeightRow], bound: float) -> Section:
         x_label="layer",
         y_label="error of the weight",
         series=tuple(series),
-        marks=(Mark(text="bound", y=bound),),
+        marks=(PlotMark(text="bound", y=bound),),
     )
 
 
@@ -117,7 +117,7 @@ def _outputs(experts: Sequence[ExpertRow], bound: float) -> Section:
         x_label="layer",
         y_label="error of the output",
         series=(series,),
-        marks=(Mark(text="bound", y=bound),),
+        marks=(PlotMark(text="bound", y=bound),),
         note="Both experts get the input of A's layer.",
     )
 

@@ -22,11 +22,11 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypedDict
 import msgspec
 
 from redline.bench.quality.json_value import check_schema, same, violation
-from redline.bench.quality.run_code import Candidate, run_asserts
+from redline.bench.quality.run_code import CodeCandidate, run_asserts
 from redline.messages.base import Record
 
 
-class Call(TypedDict):
+class GradedCall(TypedDict):
     """A tool call of a model."""
 
     name: str
@@ -92,7 +92,7 @@ def check_check(check: dict[str, Any]) -> None:
             raise ValueError(f"check.json: {error}") from None
 
 
-def grade(check: dict[str, Any], content: str, tool_calls: Sequence[Call], run_code: bool = False) -> Grade:
+def grade(check: dict[str, Any], content: str, tool_calls: Sequence[GradedCall], run_code: bool = False) -> Grade:
     """Grades an answer (visible text and tool calls) by every key of the check; the first key that fails decides.
 
     run_code: without it, a check with `asserts` is not graded, unless another key fails. Raises ValueError for a check
@@ -110,7 +110,7 @@ def grade(check: dict[str, Any], content: str, tool_calls: Sequence[Call], run_c
     return Grade(passed, why)
 
 
-def candidate(asserts: dict[str, Any], content: str) -> Candidate:
+def candidate(asserts: dict[str, Any], content: str) -> CodeCandidate:
     """The program in an answer and its test.
 
     The program is the first fenced block that defines the function, else the first block, else the whole answer.
@@ -118,7 +118,7 @@ def candidate(asserts: dict[str, Any], content: str) -> Candidate:
     function: str | None = asserts.get("function")
     blocks: list[str] = _FENCED.findall(content)
     named = [block for block in blocks if function and re.search(rf"^\s*def {re.escape(function)}\b", block, re.M)]
-    return Candidate(code=[*named, *blocks, content][0], asserts=asserts["code"], function=function)
+    return CodeCandidate(code=[*named, *blocks, content][0], asserts=asserts["code"], function=function)
 
 
 # The sign counts only if no number or word precedes it: "12-15" ends in 15, "x = -15" in minus 15.
@@ -126,7 +126,7 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-−])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]
 _FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.M | re.S)
 
 
-def _number(expected: float, content: str, _: Sequence[Call]) -> str:
+def _number(expected: float, content: str, _: Sequence[GradedCall]) -> str:
     found: list[str] = _NUMBER.findall(content)
     if not found:
         return "no number in the answer"
@@ -138,21 +138,21 @@ def _plain(text: str) -> str:
     return text.strip().rstrip(".!?。！？ ").casefold()
 
 
-def _equals(expected: str, content: str, _: Sequence[Call]) -> str:
+def _equals(expected: str, content: str, _: Sequence[GradedCall]) -> str:
     return "" if _plain(content) == _plain(expected) else f"{content.strip()[:80]!r} instead of {expected!r}"
 
 
-def _contains(expected: list[str], content: str, _: Sequence[Call]) -> str:
+def _contains(expected: list[str], content: str, _: Sequence[GradedCall]) -> str:
     missing = [part for part in expected if part.casefold() not in content.casefold()]
     return f"lacks {missing[0]!r}" if missing else ""
 
 
-def _contains_any(expected: list[str], content: str, _: Sequence[Call]) -> str:
+def _contains_any(expected: list[str], content: str, _: Sequence[GradedCall]) -> str:
     found = any(part.casefold() in content.casefold() for part in expected)
     return "" if found else f"has none of {expected}"
 
 
-def _json(expected: dict[str, Any], content: str, _: Sequence[Call]) -> str:
+def _json(expected: dict[str, Any], content: str, _: Sequence[GradedCall]) -> str:
     try:
         value = _strict_json(content)
     except (ValueError, RecursionError):
@@ -162,7 +162,7 @@ def _json(expected: dict[str, Any], content: str, _: Sequence[Call]) -> str:
     return f"{value!r} is not the expected value" if "value" in expected and not same(value, expected["value"]) else ""
 
 
-def _tool_calls(expected: list[dict[str, Any]], _: str, calls: Sequence[Call]) -> str:
+def _tool_calls(expected: list[dict[str, Any]], _: str, calls: Sequence[GradedCall]) -> str:
     left = list(expected)
     for call in calls:
         try:
@@ -178,7 +178,7 @@ def _tool_calls(expected: list[dict[str, Any]], _: str, calls: Sequence[Call]) -
     return f"no call {left[0]['name']}({json.dumps(left[0]['arguments'])})" if left else ""
 
 
-def _no_tool_calls(expected: bool, _: str, calls: Sequence[Call]) -> str:
+def _no_tool_calls(expected: bool, _: str, calls: Sequence[GradedCall]) -> str:
     return f"called {calls[0]['name']}" if calls else ""
 
 
@@ -195,7 +195,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_GRADERS: dict[str, Callable[[Any, str, Sequence[Call]], str]] = {
+_GRADERS: dict[str, Callable[[Any, str, Sequence[GradedCall]], str]] = {
     "number": _number,
     "equals": _equals,
     "contains": _contains,

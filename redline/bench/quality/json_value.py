@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 
-from redline.bench.quality.run_code import Candidate, run_asserts
+from redline.bench.quality.run_code import CodeCandidate, run_asserts
 
 _LIBRARY: Any = jsonschema  # parts of its types are unknown
 _DRAFT_2020: Any = jsonschema.Draft202012Validator
@@ -105,7 +105,7 @@ def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[
     """Searches in a subprocess with a timeout, since a search may take exponential time in generated text."""
     if isinstance(value, str):
         code = f"import re\nfound = re.search({pattern!r}, {value!r})"
-        passed, why = run_asserts(Candidate(code=code, asserts="assert found"))
+        passed, why = run_asserts(CodeCandidate(code=code, asserts="assert found"))
         if not passed:
             ended = "" if why.startswith("an assert failed") else f" ({why})"
             yield jsonschema.ValidationError(f"{value[:80]!r} does not match {pattern!r}{ended}")

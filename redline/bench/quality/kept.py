@@ -9,7 +9,7 @@ import msgspec
 
 from redline import clock
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.prompts import Answer, Prompt
+from redline.bench.quality.prompts import EvalPrompt, ModelAnswer
 from redline.messages.base import Record
 
 
@@ -17,11 +17,11 @@ class _Line(Record, frozen=True):
     """A saved answer."""
 
     prompt: str  # hash of the prompt
-    answer: Answer
+    answer: ModelAnswer
     seconds: float  # since the previous answer of the same run, or its start
 
 
-class Kept:
+class KeptAnswers:
     """Answers of a `Greedy`, each appended to a file when it ends; saved answers are not generated again.
 
     file: for one checkpoint and one configuration; `forget` removes it. If it cannot be written, nothing is saved.
@@ -37,7 +37,7 @@ class Kept:
         """The checkpoint's fingerprint."""
         return self._answerer.fingerprint
 
-    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+    def answer(self, prompts: Sequence[EvalPrompt], done: Callable[[], None]) -> list[ModelAnswer]:
         """The answers in the order of the prompts; calls `done` once for each as it ends."""
         kept = self._read()
         left = [prompt for prompt in prompts if _name(prompt) not in kept]
@@ -45,7 +45,7 @@ class Kept:
             done()
         last = clock.monotonic()
 
-        def keep(prompt: Prompt, answer: Answer) -> None:
+        def keep(prompt: EvalPrompt, answer: ModelAnswer) -> None:
             nonlocal last
             now, name = clock.monotonic(), _name(prompt)
             kept[name] = answer
@@ -58,8 +58,8 @@ class Kept:
         self._answerer.answer(left, done, keep)
         return [kept[_name(prompt)] for prompt in prompts]
 
-    def _read(self) -> dict[str, Answer]:
-        found: dict[str, Answer] = {}
+    def _read(self) -> dict[str, ModelAnswer]:
+        found: dict[str, ModelAnswer] = {}
         with contextlib.suppress(OSError):
             for line in self._file.read_bytes().splitlines():
                 with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an incomplete line
@@ -74,5 +74,5 @@ class Kept:
             self._file.unlink(missing_ok=True)
 
 
-def _name(prompt: Prompt) -> str:
+def _name(prompt: EvalPrompt) -> str:
     return blake2b(msgspec.json.encode(prompt), digest_size=16).hexdigest()

@@ -16,14 +16,14 @@ from redline.messages.base import Record
 from redline.messages.delta import Finish
 
 
-class Prompt(Chat, frozen=True, kw_only=True):
+class EvalPrompt(Chat, frozen=True, kw_only=True):
     """One line of a set: a conversation, its kind, and the check that grades the answer."""
 
     kind: str
     check: dict[str, Any]  # see checks.py
 
 
-class Answer(Record, frozen=True):
+class ModelAnswer(Record, frozen=True):
     """A complete answer of the model. tokens: number of generated tokens, thinking included."""
 
     content: str
@@ -33,12 +33,12 @@ class Answer(Record, frozen=True):
     tokens: int = 0
 
 
-def read_sets(folder: Path) -> dict[str, list[Prompt]]:
+def read_sets(folder: Path) -> dict[str, list[EvalPrompt]]:
     """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz. Every check is validated.
 
     Raises ConfigError, which names the file and the line.
     """
-    sets: dict[str, list[Prompt]] = {}
+    sets: dict[str, list[EvalPrompt]] = {}
     for file in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
         sets.setdefault(file.name.split(".")[0], []).extend(_read_set(file))
     if not sets:
@@ -48,9 +48,9 @@ def read_sets(folder: Path) -> dict[str, list[Prompt]]:
     return sets
 
 
-def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[Prompt]]:
+def limited(sets: Mapping[str, Sequence[EvalPrompt]], limit: int) -> dict[str, list[EvalPrompt]]:
     """At most `limit` prompts per kind and set, evenly spread over the set: the same ones in every call."""
-    chosen: dict[str, list[Prompt]] = {}
+    chosen: dict[str, list[EvalPrompt]] = {}
     for name, prompts in sets.items():
         of_kind: dict[str, list[int]] = defaultdict(list)
         for place, prompt in enumerate(prompts):
@@ -65,13 +65,13 @@ def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[
     return chosen
 
 
-def _read_set(file: Path) -> list[Prompt]:
+def _read_set(file: Path) -> list[EvalPrompt]:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    decoder = msgspec.json.Decoder(Prompt)
-    prompts: list[Prompt] = []
+    decoder = msgspec.json.Decoder(EvalPrompt)
+    prompts: list[EvalPrompt] = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
             prompt = decoder.decode(line)

@@ -17,8 +17,8 @@ import msgspec
 from rich.table import Table
 
 from redline import clock
-from redline.bench.quality.checks import Call, Grade, grade
-from redline.bench.quality.prompts import Answer, Prompt, limited, read_sets
+from redline.bench.quality.checks import Grade, GradedCall, grade
+from redline.bench.quality.prompts import EvalPrompt, ModelAnswer, limited, read_sets
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -26,7 +26,7 @@ TARGETS = "targets.json"  # in the folder of the sets: {set: {kind: percent}}; t
 TOTAL = "all"
 
 
-class Verdict(Record, frozen=True):
+class EvalVerdict(Record, frozen=True):
     """A graded answer."""
 
     set: str
@@ -34,10 +34,10 @@ class Verdict(Record, frozen=True):
     ok: bool | None  # None: its check needs --run-code
     why: str
     prompt: str  # the last user message
-    answer: Answer
+    answer: ModelAnswer
 
 
-class Row(Record, frozen=True):
+class EvalRow(Record, frozen=True):
     """One line of the table: a kind within a set, or the set's total."""
 
     set: str
@@ -60,7 +60,7 @@ class Row(Record, frozen=True):
         return None if self.target is None else self.percent >= self.target
 
 
-class Comparison(Record, frozen=True):
+class EvalComparison(Record, frozen=True):
     """The same prompts with two checkpoints. The difference is ours minus theirs, in points (percent of prompts).
 
     prompts: pairs of graded answers. both, only_ours, only_theirs: number of pairs with right answers of both, of ours
@@ -88,19 +88,19 @@ class Comparison(Record, frozen=True):
         return 100 * max(middle - half, -1), 100 * min(middle + half, 1)
 
 
-class Report(Record, frozen=True):
+class EvalReport(Record, frozen=True):
     """The report of an evaluation."""
 
     folder: str
     fingerprint: str
     seconds: float  # seconds of answering, without loading and grading
     generated_tokens: int
-    rows: list[Row]
+    rows: list[EvalRow]
     not_run: int  # prompts with a check that needs --run-code
     cut_off: int  # answers that reached the token limit
-    verdicts: list[Verdict]
+    verdicts: list[EvalVerdict]
     against: str | None = None
-    comparison: Comparison | None = None
+    comparison: EvalComparison | None = None
     refused: int = 0  # prompts that the engine rejected; they count as wrong
     limit: int | None = None  # maximum prompts per kind and set
     left_out: int = 0  # prompts left out by the limit
@@ -114,7 +114,7 @@ class Answerer(Protocol):
         """The checkpoint's fingerprint, which identifies the model and its weights in a report."""
         ...
 
-    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+    def answer(self, prompts: Sequence[EvalPrompt], done: Callable[[], None]) -> list[ModelAnswer]:
         """The answers in the order of the prompts; calls `done` once for each as it ends."""
         ...
 
@@ -131,7 +131,7 @@ def grade_all(
     run_code: bool = False,
     limit: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Report:
+) -> EvalReport:
     """Answers all prompts in `sets` (default: folder/eval) with the checkpoint in `folder`, grades, compares.
 
     against: the checkpoint to compare with, if any. run_code: runs functions written by the model. limit: maximum
@@ -151,7 +151,7 @@ def grade_all(
         done += 1
         progress(done, total)
 
-    def ask(which: Path) -> tuple[str, float, list[Answer]]:
+    def ask(which: Path) -> tuple[str, float, list[ModelAnswer]]:
         with open_checkpoint(which) as checkpoint:
             start = clock.monotonic()
             answers = checkpoint.answer(prompts, one_more)
@@ -162,7 +162,7 @@ def grade_all(
     comparison = None
     if against is not None:
         comparison = compare(verdicts, judge(asked, ask(against)[2], run_code))
-    return Report(
+    return EvalReport(
         folder=str(folder),
         fingerprint=fingerprint,
         seconds=round(seconds, 2),
@@ -193,41 +193,43 @@ def read_targets(folder: Path) -> dict[str, dict[str, float]]:
         raise ConfigError(f"{path}: expected {{set: {{kind: percent}}}}: {error}") from None
 
 
-def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
+def judge(
+    sets: Mapping[str, Sequence[EvalPrompt]], answers: Sequence[ModelAnswer], run_code: bool
+) -> list[EvalVerdict]:
     """Grades the answers, given in the order of the sets' prompts. run_code: see `grade_all`."""
     asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
 
     def one(place: int) -> Grade:
         answer = answers[place]
-        calls: list[Call] = [{"name": name, "arguments": arguments} for name, arguments in answer.tool_calls]
+        calls: list[GradedCall] = [{"name": name, "arguments": arguments} for name, arguments in answer.tool_calls]
         return grade(asked[place][1].check, answer.content, calls, run_code)
 
     with ThreadPoolExecutor(2) as pool:  # functions written by the model run in subprocesses, two at a time
         grades = list(pool.map(one, range(len(asked))))
     return [
-        Verdict(set=name, kind=prompt.kind, ok=grade.ok, why=grade.why, prompt=_last_words(prompt), answer=answer)
+        EvalVerdict(set=name, kind=prompt.kind, ok=grade.ok, why=grade.why, prompt=_last_words(prompt), answer=answer)
         for (name, prompt), grade, answer in zip(asked, grades, answers, strict=True)
     ]
 
 
-def rows(verdicts: Iterable[Verdict], targets: Mapping[str, Mapping[str, float]]) -> list[Row]:
+def rows(verdicts: Iterable[EvalVerdict], targets: Mapping[str, Mapping[str, float]]) -> list[EvalRow]:
     """One row per set and kind, then one per set, over graded prompts."""
     graded = [verdict for verdict in verdicts if verdict.ok is not None]
-    found: list[Row] = []
+    found: list[EvalRow] = []
     for name, members in groupby(graded, lambda verdict: verdict.set):
         of_set = list(members)
         for kind in [*sorted({verdict.kind for verdict in of_set}), TOTAL]:
             chosen = [verdict for verdict in of_set if kind in (verdict.kind, TOTAL)]
             right = sum(verdict.ok is True for verdict in chosen)
             target = targets.get(name, {}).get(kind)
-            found.append(Row(set=name, kind=kind, prompts=len(chosen), right=right, target=target))
+            found.append(EvalRow(set=name, kind=kind, prompts=len(chosen), right=right, target=target))
     return found
 
 
-def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
+def compare(ours: Sequence[EvalVerdict], theirs: Sequence[EvalVerdict]) -> EvalComparison:
     """Pairs the verdicts on the same prompts, given in the same order; ungraded prompts are left out."""
     pairs = [(a.ok, b.ok) for a, b in zip(ours, theirs, strict=True) if a.ok is not None and b.ok is not None]
-    return Comparison(
+    return EvalComparison(
         prompts=len(pairs),
         both=pairs.count((True, True)),
         only_ours=pairs.count((True, False)),
@@ -235,7 +237,7 @@ def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
     )
 
 
-def table(report: Report) -> Table:
+def table(report: EvalReport) -> Table:
     """The report as a table for a terminal; `caption` contains the rest."""
     shown = Table(title=report.folder)
     for column in ("set", "kind"):
@@ -251,7 +253,7 @@ def table(report: Report) -> Table:
     return shown
 
 
-def caption(report: Report) -> str:
+def caption(report: EvalReport) -> str:
     """The facts that the table does not show, in a few lines."""
     rate = report.generated_tokens / max(report.seconds, 1e-9)
     lines = [f"{report.generated_tokens:,} tokens generated in {report.seconds:.0f} s ({rate:,.0f} tokens/s)"]
@@ -278,5 +280,5 @@ def caption(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _last_words(prompt: Prompt) -> str:
+def _last_words(prompt: EvalPrompt) -> str:
     return next((turn.content or "" for turn in reversed(prompt.messages) if turn.role == "user"), "")

@@ -21,14 +21,14 @@ MEMORY_BYTES = 512 << 20
 REPORT_BYTES = 4096  # maximum bytes that a subprocess can write
 
 
-class Outcome(NamedTuple):
+class CodeOutcome(NamedTuple):
     """Whether the code and its asserts passed, and one line of explanation if not."""
 
     passed: bool
     why: str  # empty if passed
 
 
-class Candidate(NamedTuple):
+class CodeCandidate(NamedTuple):
     """A program written by a model, and its test."""
 
     code: str
@@ -36,7 +36,7 @@ class Candidate(NamedTuple):
     function: str | None = None  # a function that the code must define
 
 
-def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
+def run_asserts(candidate: CodeCandidate, wall_s: float = WALL_S) -> CodeOutcome:
     """Executes the code, then the asserts, in one subprocess. Blocks for at most about `wall_s` seconds.
 
     Failures are reported in the Outcome. Raises OSError only if the subprocess cannot be started.
@@ -58,18 +58,18 @@ def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
         try:
             child.communicate(json.dumps(orders).encode(), timeout=wall_s)
         except subprocess.TimeoutExpired:
-            return Outcome(False, f"still running after {wall_s:g} s")
+            return CodeOutcome(False, f"still running after {wall_s:g} s")
         finally:
             child.kill()
             child.wait()
         report.seek(0)
         first, _, why = report.read(REPORT_BYTES).decode(errors="replace").partition(" ")
     if first != word:
-        return Outcome(False, f"ended early, with status {child.returncode}")
-    return Outcome(why == "", why)
+        return CodeOutcome(False, f"ended early, with status {child.returncode}")
+    return CodeOutcome(why == "", why)
 
 
-def run_many(candidates: Sequence[Candidate], children: int = 2, wall_s: float = WALL_S) -> list[Outcome]:
+def run_many(candidates: Sequence[CodeCandidate], children: int = 2, wall_s: float = WALL_S) -> list[CodeOutcome]:
     """The outcomes in the order of the candidates, `children` at a time, each with a timeout of `wall_s` seconds."""
     with ThreadPoolExecutor(children) as pool:
         return list(pool.map(run_asserts, candidates, repeat(wall_s)))

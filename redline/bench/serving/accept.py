@@ -16,9 +16,9 @@ import msgspec
 
 from redline import clock
 from redline.bench.serving.metrics import failure_of
-from redline.bench.serving.ready import Drafting
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.serving.saved import Result
+from redline.bench.serving.ready import DraftCounters
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.messages.base import Record
 from redline.policy.synthetic import GOLDEN
@@ -32,11 +32,11 @@ OTHERS = 1.02  # if rounds generated more than this times our tokens, other clie
 
 
 def settled(
-    read: Callable[[], Drafting | None],
+    read: Callable[[], DraftCounters | None],
     *,
     clock: Callable[[], float] = clock.monotonic,
     wait: Callable[[float], object] = clock.sleep,
-) -> Drafting | None:
+) -> DraftCounters | None:
     """A server's counters once two reads are equal, or after PATIENCE_S seconds; None if it has no counters.
 
     read: reads the counters once. clock, wait: for tests.
@@ -51,25 +51,10 @@ def settled(
     return last
 
 
-def since(before: Drafting | None, after: Drafting | None) -> Drafting | None:
-    """The difference of two reads; None if either is missing. After a restart the server counts from 0."""
-    if before is None or after is None:
-        return None
-    if after.drafts < before.drafts or after.tokens < before.tokens:
-        return after
-    then = (*before.accepted_at, *[0] * len(after.accepted_at))
-    return Drafting(
-        drafts=after.drafts - before.drafts,
-        tokens=after.tokens - before.tokens,
-        accepted=after.accepted - before.accepted,
-        accepted_at=tuple(now - past for now, past in zip(after.accepted_at, then, strict=False)),
-    )
-
-
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-class Part(Record, frozen=True):
+class DomainAcceptance(Record, frozen=True):
     """A domain at one temperature on one server.
 
     source: where the counts come from. drafts: rounds that verified drafts; draft_tokens: their draft tokens; accepted:
@@ -119,12 +104,14 @@ class Part(Record, frozen=True):
         return min(1.0, (self.drafts + self.accepted) / self.tokens) if self.tokens and self.drafts else None
 
 
-def part(server: str, temperature: float, domain: str, answers: Sequence[Answer], counted: Drafting | None) -> Part:
+def part(
+    server: str, temperature: float, domain: str, answers: Sequence[TimedAnswer], counted: DraftCounters | None
+) -> DomainAcceptance:
     """The figures of a domain, from its answers and the server's counters. counted: None: there are no counters."""
     good = [answer for answer in answers if failure_of(answer) is None]
     usages = [answer.usage for answer in good if answer.usage is not None]
     tokens = sum(usage.completion_tokens or 0 for usage in usages)
-    plain = Part(
+    plain = DomainAcceptance(
         server=server,
         temperature=temperature,
         domain=domain,
@@ -150,12 +137,12 @@ def part(server: str, temperature: float, domain: str, answers: Sequence[Answer]
     return plain
 
 
-def together(parts: Sequence[Part], domain: str = "all") -> Part:
+def together(parts: Sequence[DomainAcceptance], domain: str = "all") -> DomainAcceptance:
     """Merges several domains of one server at one temperature; each round counts once."""
     places = max((len(one.per_place) for one in parts), default=0)
     first = parts[0]
     sources = {one.source for one in parts}
-    return Part(
+    return DomainAcceptance(
         server=first.server,
         temperature=first.temperature,
         domain=domain,
@@ -171,9 +158,9 @@ def together(parts: Sequence[Part], domain: str = "all") -> Part:
     )
 
 
-def groups(parts: Sequence[Part]) -> dict[tuple[str, float], list[Part]]:
+def groups(parts: Sequence[DomainAcceptance]) -> dict[tuple[str, float], list[DomainAcceptance]]:
     """Groups parts by server and temperature, in order."""
-    found: dict[tuple[str, float], list[Part]] = {}
+    found: dict[tuple[str, float], list[DomainAcceptance]] = {}
     for one in parts:
         found.setdefault((one.server, one.temperature), []).append(one)
     return found
@@ -182,7 +169,7 @@ def groups(parts: Sequence[Part]) -> dict[tuple[str, float], list[Part]]:
 # ------------------------------------------------------------------------------------------------------- report
 
 
-def remarks(parts: Sequence[Part]) -> list[str]:
+def remarks(parts: Sequence[DomainAcceptance]) -> list[str]:
     """Remarks for readers of the figures, one sentence each."""
     said: list[str] = []
     for (server, temperature), of in groups(parts).items():
@@ -221,7 +208,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
     return said
 
 
-def by_k_table(whole: Part) -> Table:
+def by_k_table(whole: DomainAcceptance) -> Table:
     """Acceptance by position, and mean tokens per round by k next to the golden curve."""
     rows: list[tuple[str, ...]] = []
     before = 1.0
@@ -248,7 +235,7 @@ def by_k_table(whole: Part) -> Table:
     )
 
 
-def domains_table(parts: Sequence[Part]) -> Table:
+def domains_table(parts: Sequence[DomainAcceptance]) -> Table:
     """Acceptance by domain of one server at one temperature."""
     rows = [*parts, together(parts)] if len(parts) > 1 else list(parts)
     most = min(len(GOLDEN), max((len(one.per_place) for one in rows), default=0))
@@ -277,9 +264,9 @@ def domains_table(parts: Sequence[Part]) -> Table:
     )
 
 
-def accept_sections(result: Result) -> list[Section]:
+def accept_sections(result: BenchResult) -> list[Section]:
     """A page's sections, from the parts in the result's details."""
-    parts = msgspec.convert(result.details["parts"], list[Part])
+    parts = msgspec.convert(result.details["parts"], list[DomainAcceptance])
     sections: list[Section] = [*(Words(text=text, warning=True) for text in remarks(parts))]
     wholes = [together(of) for of in groups(parts).values()]
     if drawn := [one for one in wholes if one.rates]:
@@ -291,7 +278,7 @@ def accept_sections(result: Result) -> list[Section]:
     return sections
 
 
-def _curve(wholes: Sequence[Part]) -> Plot:
+def _curve(wholes: Sequence[DomainAcceptance]) -> Plot:
     def line(name: str, lengths: Sequence[float]) -> Series:
         return Series(name=name, x=tuple(map(float, range(len(lengths)))), y=tuple(lengths), style="line and points")
 
@@ -311,7 +298,7 @@ def _curve(wholes: Sequence[Part]) -> Plot:
     )
 
 
-def figures(parts: Sequence[Part]) -> dict[str, Any]:
+def figures(parts: Sequence[DomainAcceptance]) -> dict[str, Any]:
     """Server and temperature -> rates by position, mean tokens by k and per round; under vLLM's keys if they exist."""
     found: dict[str, Any] = {}
     for (server, temperature), of in groups(parts).items():
@@ -330,9 +317,9 @@ def figures(parts: Sequence[Part]) -> dict[str, Any]:
     return found
 
 
-def by_domain(asks: Sequence[Ask]) -> Mapping[str, list[Ask]]:
+def by_domain(asks: Sequence[LoadRequest]) -> Mapping[str, list[LoadRequest]]:
     """Groups requests by name, in order of first appearance."""
-    found: dict[str, list[Ask]] = {}
+    found: dict[str, list[LoadRequest]] = {}
     for ask in asks:
         found.setdefault(ask.name or "all", []).append(ask)
     return found

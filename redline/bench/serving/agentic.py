@@ -15,13 +15,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
-import numpy as np
 
 from redline import clock
-from redline.bench.serving.metrics import e2el, error_of, failure_of, input_tokens, output_tokens, tpot, ttft
-from redline.bench.serving.records import Answer, Ask, GeneratorLoad
+from redline.bench.serving.metrics import (
+    e2el,
+    error_of,
+    failure_of,
+    input_tokens,
+    output_tokens,
+    percentile,
+    tpot,
+    ttft,
+)
+from redline.bench.serving.records import GeneratorLoad, LoadRequest, TimedAnswer
 from redline.bench.serving.remarks import generator_remark, uncounted, uncounted_remarks
-from redline.bench.serving.saved import Result
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.bench.serving.traces import Session
 from redline.messages.base import Record
@@ -33,7 +41,7 @@ Watch = Callable[[int, int, int], None]  # turns ended, sessions running, turns 
 LATE_S = 0.01  # a turn sent more than this many seconds after its wait ended counts as late
 
 
-class Plan(Record, frozen=True):
+class ReplayPlan(Record, frozen=True):
     """How to replay a trace.
 
     users: concurrent sessions; a user starts the next session after finishing one. rate: instead, sessions/s that start
@@ -56,10 +64,10 @@ class Replayed(Record, frozen=True):
     session: str
     turn: int
     waited: float
-    answer: Answer
+    answer: TimedAnswer
 
 
-class Ended(Record, frozen=True):
+class EndedSession(Record, frozen=True):
     """One session. seconds: from sending its first turn to its last answer. waited: seconds of waits among them.
 
     whole: all turns were answered. failed: a turn failed. Neither: the replay ended first.
@@ -80,7 +88,7 @@ class Replay(Record, frozen=True):
     seconds: float
     generator: GeneratorLoad
     turns: tuple[Replayed, ...]
-    sessions: tuple[Ended, ...]
+    sessions: tuple[EndedSession, ...]
     stopped: bool = False
     out_of_time: bool = False
     cut: int = 0
@@ -89,7 +97,7 @@ class Replay(Record, frozen=True):
 class Asks(Protocol):
     """Sends requests to a server, such as a `Client`."""
 
-    def ask(self, ask: Ask, index: int, planned: float) -> Awaitable[Answer]:
+    def ask(self, ask: LoadRequest, index: int, planned: float) -> Awaitable[TimedAnswer]:
         """Returns the answer; failures are reported in it."""
         ...
 
@@ -101,10 +109,10 @@ class Asks(Protocol):
 class _Replaying:
     """The state of one replay, on one event loop."""
 
-    def __init__(self, client: Asks, plan: Plan, watch: Watch) -> None:
+    def __init__(self, client: Asks, plan: ReplayPlan, watch: Watch) -> None:
         self.client, self.plan, self._watch = client, plan, watch
         self.turns: list[Replayed] = []
-        self.sessions: list[Ended] = []
+        self.sessions: list[EndedSession] = []
         self.running, self.index, self.failed = 0, 0, 0
         self.lags: list[float] = []
 
@@ -122,7 +130,7 @@ class _Replaying:
                     await asyncio.sleep(wait)
                     self.lags.append(max(0.0, self.client.clock() - planned))
                 history += fitted(turn.messages, history)
-                ask = Ask(
+                ask = LoadRequest(
                     max_tokens=turn.output_tokens,
                     messages=tuple(history),
                     tools=session.tools,
@@ -158,7 +166,7 @@ class _Replaying:
             if first is not None:
                 whole = done == len(session.turns)
                 self.sessions.append(
-                    Ended(
+                    EndedSession(
                         session=session.session,
                         turns=done,
                         seconds=last - first,
@@ -191,7 +199,7 @@ class _Replaying:
                 at += draw.expovariate(rate)
 
 
-async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: Watch | None = None) -> Replay:
+async def replay(client: Asks, sessions: Sequence[Session], plan: ReplayPlan, watch: Watch | None = None) -> Replay:
     """Replays the sessions. watch: called after every turn with (turns finished, sessions running, turns failed).
 
     If cancelled, it returns the answers so far, with `stopped` set.
@@ -222,7 +230,7 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
 
 def _generator(cpu_share: float, lags: Sequence[float]) -> GeneratorLoad:
     """lags: seconds by which each wait between turns ended late."""
-    p50, p99 = (_at(lags, p) or 0.0 for p in (50, 99))
+    p50, p99 = (percentile(lags, p) or 0.0 for p in (50, 99))
     late = sum(lag > LATE_S for lag in lags)
     return GeneratorLoad(
         cpu_share=cpu_share, lag_p50=p50, lag_p99=p99, lag_most=max(lags, default=0.0), late_sends=late
@@ -233,7 +241,7 @@ def _unwatched(done: int, running: int, failed: int) -> None:
     """The default `watch`: does nothing."""
 
 
-def said(answer: Answer) -> dict[str, Any]:
+def said(answer: TimedAnswer) -> dict[str, Any]:
     """The answer as the next message of the history.
 
     A tool call with arguments other than a JSON object is left out: the chat template could fail on it in the next
@@ -323,28 +331,28 @@ def figures(replay: Replay) -> dict[str, Any]:
         "cache_hit_share": hit_share(good),
     }
     for name, measure in (("ttft", ttft), ("tpot", tpot), ("e2el", e2el)):
-        values = [value for answer in good if (value := measure(answer)) is not None]
         for p in (50, 90, 99):
-            found[f"p{p}_{name}_ms"] = _at(values, p, 1000)
+            seconds = percentile(map(measure, good), p)
+            found[f"p{p}_{name}_ms"] = None if seconds is None else seconds * 1000
     net = [one.seconds - one.waited for one in whole]
     for p in (50, 90):
-        found[f"p{p}_session_s"] = _at([one.seconds for one in whole], p)
-        found[f"p{p}_session_less_waits_s"] = _at(net, p)
+        found[f"p{p}_session_s"] = percentile([one.seconds for one in whole], p)
+        found[f"p{p}_session_less_waits_s"] = percentile(net, p)
     return found
 
 
-def interactivity(answers: Sequence[Answer]) -> float | None:
+def interactivity(answers: Sequence[TimedAnswer]) -> float | None:
     """1 / the 90th percentile of E2EL / output tokens, tokens/s."""
     ratios: list[float] = []
     for answer in answers:
         seconds, tokens = e2el(answer), output_tokens(answer).count
         if seconds is not None and tokens:
             ratios.append(seconds / tokens)
-    p90 = _at(ratios, 90)
+    p90 = percentile(ratios, 90)
     return 1 / p90 if p90 else None
 
 
-def hit_share(answers: Sequence[Answer]) -> float | None:
+def hit_share(answers: Sequence[TimedAnswer]) -> float | None:
     """Cached prompt tokens / prompt tokens, over answers with both counts in their usage; None if there are none."""
     cached = prompts = 0
     for answer in answers:
@@ -355,14 +363,10 @@ def hit_share(answers: Sequence[Answer]) -> float | None:
     return cached / prompts if prompts else None
 
 
-def _at(values: Sequence[float], percentile: float, scale: float = 1.0) -> float | None:
-    return float(np.percentile(values, percentile)) * scale if values else None
-
-
 # ------------------------------------------------------------------------------------------------------- report
 
 
-class Row(Record, frozen=True):
+class TurnRow(Record, frozen=True):
     """One turn without its answer, which has the same index among the result's answers."""
 
     session: str
@@ -373,16 +377,16 @@ class Row(Record, frozen=True):
 def details_of(replay: Replay) -> dict[str, Any]:
     """The details that a result saves in addition to its answers."""
     return {
-        "turns": [Row(session=one.session, turn=one.turn, waited=one.waited) for one in replay.turns],
+        "turns": [TurnRow(session=one.session, turn=one.turn, waited=one.waited) for one in replay.turns],
         "sessions": replay.sessions,
         "out_of_time": replay.out_of_time,
     }
 
 
-def agentic_sections(result: Result) -> list[Section]:
+def agentic_sections(result: BenchResult) -> list[Section]:
     """Totals, TTFT and cache hits by turn and by context, sessions, failures, and plots."""
-    rows = msgspec.convert(result.details["turns"], list[Row])
-    sessions = msgspec.convert(result.details["sessions"], list[Ended])
+    rows = msgspec.convert(result.details["turns"], list[TurnRow])
+    sessions = msgspec.convert(result.details["sessions"], list[EndedSession])
     pairs = [(row, one) for row, one in zip(rows, result.answers, strict=True) if failure_of(one) is None]
     found: list[Section] = [Words(text=note) for note in result.notes]
     if result.stopped or result.details.get("out_of_time"):
@@ -407,7 +411,7 @@ def agentic_sections(result: Result) -> list[Section]:
     return found + _plots(pairs, sessions)
 
 
-def _groups(pairs: Sequence[tuple[Row, Answer]]) -> list[tuple[int, int]]:
+def _groups(pairs: Sequence[tuple[TurnRow, TimedAnswer]]) -> list[tuple[int, int]]:
     """Turns 1, 2, 3, 4, then groups that double: 5 to 8, 9 to 16 and so on, up to the last turn."""
     most = max(row.turn for row, _ in pairs)
     groups = [(turn, turn) for turn in range(1, min(4, most) + 1)]
@@ -419,9 +423,9 @@ def _groups(pairs: Sequence[tuple[Row, Answer]]) -> list[tuple[int, int]]:
     return groups
 
 
-def by_context(answers: Sequence[Answer]) -> list[tuple[str, list[Answer]]]:
+def by_context(answers: Sequence[TimedAnswer]) -> list[tuple[str, list[TimedAnswer]]]:
     """Groups answers by prompt tokens, rounded up to a power of two; each group has its range as a name."""
-    groups: dict[int, list[Answer]] = {}
+    groups: dict[int, list[TimedAnswer]] = {}
     for answer in answers:
         groups.setdefault(max(0, math.ceil(math.log2(max(1, input_tokens(answer))))), []).append(answer)
     return [(f"{(1 << power - 1) + 1 if power else 1:,} to {1 << power:,}", groups[power]) for power in sorted(groups)]
@@ -454,21 +458,20 @@ def _totals(found: dict[str, Any]) -> Table:
     return Table(title="Sessions replayed", columns=("", "value"), rows=rows, note=note)
 
 
-def _by(title: str, what: str, groups: Sequence[tuple[str, Sequence[Answer]]]) -> Table:
+def _by(title: str, what: str, groups: Sequence[tuple[str, Sequence[TimedAnswer]]]) -> Table:
     rows: list[tuple[str, ...]] = []
     for name, answers in groups:
         if not answers:
             continue
-        firsts = [value for answer in answers if (value := ttft(answer)) is not None]
         share, user = hit_share(answers), interactivity(answers)
-        median = float(np.median([input_tokens(answer) for answer in answers]))
+        median = percentile(map(input_tokens, answers), 50)
         rows.append(
             (
                 name,
                 f"{len(answers):,}",
                 f"{median:,.0f}",
                 "-" if share is None else f"{share:.1%}",
-                *(f"{_at(firsts, p, 1000) or 0.0:,.1f}" for p in (50, 90)),
+                *(f"{1000 * (percentile(map(ttft, answers), p) or 0.0):,.1f}" for p in (50, 90)),
                 "-" if user is None else f"{user:,.2f}",
             )
         )
@@ -476,7 +479,7 @@ def _by(title: str, what: str, groups: Sequence[tuple[str, Sequence[Answer]]]) -
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
-def _plots(pairs: Sequence[tuple[Row, Answer]], sessions: Sequence[Ended]) -> list[Section]:
+def _plots(pairs: Sequence[tuple[TurnRow, TimedAnswer]], sessions: Sequence[EndedSession]) -> list[Section]:
     found: list[Section] = []
     points = [(row, one, first * 1000) for row, one in pairs if (first := ttft(one)) is not None]
     if points:

@@ -10,11 +10,11 @@ import math
 import random
 from itertools import accumulate
 
-from redline.bench.serving.target import Pace
+from redline.bench.serving.target import LoadPace
 from redline.errors import ConfigError
 
 
-def planned(count: int, pace: Pace) -> list[float] | None:
+def planned(count: int, pace: LoadPace) -> list[float] | None:
     """Planned times of `count` requests, in seconds from the start of the run, rising; None without a schedule.
 
     Without a schedule (an infinite rate and no ramp) a request is sent as soon as max_concurrency allows. The same seed
@@ -32,7 +32,7 @@ def planned(count: int, pace: Pace) -> list[float] | None:
     return times
 
 
-def check(pace: Pace) -> None:
+def check(pace: LoadPace) -> None:
     """Raises ConfigError, naming the flag, for an invalid pace."""
     if not pace.rate > 0:
         raise ConfigError(f"--request-rate {pace.rate:g}: must be above 0, or inf")
@@ -53,7 +53,7 @@ def check(pace: Pace) -> None:
         raise ConfigError(f"a ramp from {ramp.start:g} to {ramp.end:g} requests/s: both must be above 0 and finite")
 
 
-def _rate(place: int, count: int, pace: Pace) -> float:
+def _rate(place: int, count: int, pace: LoadPace) -> float:
     """Requests/s at the time of request number `place`."""
     ramp = pace.ramp
     if ramp is None:

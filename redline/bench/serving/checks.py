@@ -7,8 +7,8 @@ tokenisation can affect therefore has a tolerance, and a comment that explains i
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from redline.bench.serving.metrics import Counts, failure_of, texts
-from redline.bench.serving.records import Answer
+from redline.bench.serving.metrics import TextEncoder, failure_of, texts
+from redline.bench.serving.records import TimedAnswer
 from redline.messages.base import Record
 
 Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tokens", "cached tokens", "length"]
@@ -45,7 +45,7 @@ class Range(NamedTuple):
     most: int
 
 
-def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]:
+def usage_checks(answer: TimedAnswer, counts: TextEncoder | None = None) -> list[Mismatch]:
     """The mismatches of an answer's usage with its stream, its text or its request; none for a failed answer.
 
     counts: encodes with the model's own vocabulary; without it, the text is not checked.
@@ -91,7 +91,7 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
     return found
 
 
-def mismatches(answers: Sequence[Answer], counts: Counts | None = None) -> list[Mismatch]:
+def mismatches(answers: Sequence[TimedAnswer], counts: TextEncoder | None = None) -> list[Mismatch]:
     """`usage_checks` of all answers, in order, then the check over all answers together."""
     found = [mismatch for answer in answers for mismatch in usage_checks(answer, counts)]
     return found if counts is None else found + _whole_text_checks(answers, counts)
@@ -102,14 +102,14 @@ def _text_range(text: str, seen: int, silent: int, share: int) -> Range:
     return Range(seen - off, min(seen + off, len(text.encode())) + silent)  # each token has at least one byte
 
 
-def _silent(answer: Answer) -> int:
+def _silent(answer: TimedAnswer) -> int:
     """Maximum tokens of an answer that may be counted without text; with ignore_eos, max_tokens."""
     if answer.ask.extra.get("ignore_eos"):
         return answer.ask.max_tokens
     return END + (THINKING if answer.thinking else 0) + CALL * len(answer.calls)
 
 
-def _text_checks(answer: Answer, said: int, counts: Counts) -> list[Mismatch]:
+def _text_checks(answer: TimedAnswer, said: int, counts: TextEncoder) -> list[Mismatch]:
     text = "".join(texts(answer))
     if LOST in text:
         return []
@@ -120,7 +120,7 @@ def _text_checks(answer: Answer, said: int, counts: Counts) -> list[Mismatch]:
     return [_mismatch(answer, "text", said, seen, f"usage reports {said} output tokens, its text encodes to {seen}")]
 
 
-def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismatch]:
+def _whole_text_checks(answers: Sequence[TimedAnswer], counts: TextEncoder) -> list[Mismatch]:
     said = seen = silent = 0
     whole: list[str] = []
     for answer in answers:
@@ -137,7 +137,7 @@ def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismat
     return [Mismatch(index=None, check="text", said=said, seen=seen, text=text)]
 
 
-def _prompt_checks(answer: Answer, said: int) -> list[Mismatch]:
+def _prompt_checks(answer: TimedAnswer, said: int) -> list[Mismatch]:
     ask = answer.ask
     if ask.prompt_tokens is None:
         return []
@@ -157,7 +157,7 @@ def _prompt_checks(answer: Answer, said: int) -> list[Mismatch]:
     return [_mismatch(answer, "prompt tokens", said, ask.prompt_tokens, text)]
 
 
-def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | None) -> list[Mismatch]:
+def _thinking_checks(answer: TimedAnswer, said: int, whole: int, counts: TextEncoder | None) -> list[Mismatch]:
     if said > whole:
         text = f"usage reports {said} thinking tokens of {whole} output tokens"
         return [_mismatch(answer, "thinking tokens", said, whole, text)]
@@ -178,5 +178,5 @@ def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | Non
     return [_mismatch(answer, "thinking tokens", said, seen, f"usage reports {said} thinking tokens, {came}")]
 
 
-def _mismatch(answer: Answer, check: Check, said: int | None, seen: int | None, text: str) -> Mismatch:
+def _mismatch(answer: TimedAnswer, check: Check, said: int | None, seen: int | None, text: str) -> Mismatch:
     return Mismatch(index=answer.index, check=check, said=said, seen=seen, text=text)

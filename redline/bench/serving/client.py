@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from redline import clock
-from redline.bench.serving.connection import Connection, Events, TooLarge, tls
+from redline.bench.serving.connection import ClientConnection, EventSplitter, TooLarge, tls
 from redline.bench.serving.dialects import BACKENDS, error_line
-from redline.bench.serving.records import Answer, Ask, Chunk, Failure, Usage
-from redline.bench.serving.target import Target
+from redline.bench.serving.records import Failure, LoadRequest, StreamChunk, TimedAnswer, Usage
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 
 BODY_BYTES = 1 << 20  # maximum size of an error, or of an answer that is not a stream
@@ -30,9 +30,9 @@ AFTER_DONE_S = 1.0  # timeout in seconds for the end of the body after [DONE]
 
 
 class _Exchange:
-    """One request in progress: the receiver of its connection, which becomes an `Answer`."""
+    """One request in progress: the receiver of its connection, which becomes a `TimedAnswer`."""
 
-    def __init__(self, client: "Client", ask: Ask, index: int, planned: float) -> None:
+    def __init__(self, client: "LoadClient", ask: LoadRequest, index: int, planned: float) -> None:
         self.client, self.ask, self.index, self.planned = client, ask, index, planned
         self.read = client.dialect.read
         self.taken = client.clock()
@@ -44,9 +44,9 @@ class _Exchange:
         self.end = 0.0
         self.status: int | None = None
         self.where = ""
-        self.events: Events | None = None
+        self.events: EventSplitter | None = None
         self.body = bytearray()
-        self.chunks: list[Chunk] = []
+        self.chunks: list[StreamChunk] = []
         self.texts: list[str] = []
         self.thinking: list[str] = []
         self.calls: dict[int, list[Any]] = {}  # by index: id, name, parts of the arguments
@@ -59,11 +59,11 @@ class _Exchange:
         self.retry = False  # the server had closed the idle connection
         self.plain = False  # return the body unparsed
         self.marked = False  # the end of the body is marked, by a length or by chunked encoding
-        self.connection: Connection | None = None
+        self.connection: ClientConnection | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._timer: asyncio.TimerHandle | None = None
 
-    def send(self, request: bytes, connection: Connection, *, kept: bool) -> None:
+    def send(self, request: bytes, connection: ClientConnection, *, kept: bool) -> None:
         """Starts or restarts the request on this connection."""
         self.retry, self.kept, self.connection = False, kept, connection
         self.connected = self.taken if kept else connection.opened
@@ -103,7 +103,7 @@ class _Exchange:
         self.where = headers.get("location", "")
         self.marked = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
         if status == 200 and "event-stream" in headers.get("content-type", "").lower():
-            self.events = Events()
+            self.events = EventSplitter()
 
     def data(self, data: bytes, at: float) -> None:
         """Called by the connection."""
@@ -114,7 +114,7 @@ class _Exchange:
                 if len(self.body) > BODY_BYTES:
                     self.conclude("malformed", f"a body that is not a stream has more than {BODY_BYTES >> 10} KiB", at)
                 return
-            self.events, data = Events(), bytes(self.body)  # a stream without the content type of one
+            self.events, data = EventSplitter(), bytes(self.body)  # a stream without the content type of one
         try:
             for event in self.events.feed(data):
                 self._take(event, at)
@@ -151,7 +151,7 @@ class _Exchange:
             held[0] = held[0] or call.id
             held[1] = held[1] or call.name
             held[2].append(call.arguments)
-        self.chunks.append(Chunk(at=at, kind=said.kind, characters=characters, tokens=said.tokens))
+        self.chunks.append(StreamChunk(at=at, kind=said.kind, characters=characters, tokens=said.tokens))
         self.client.chunks += 1
         if self.first_at is None:
             self.first_at = at
@@ -214,13 +214,13 @@ class _Exchange:
             self._timer = None
         self.done.set_result(None)
 
-    def answer(self) -> Answer:
+    def answer(self) -> TimedAnswer:
         """The exchange as a record."""
         calls = [
             {"id": call, "name": name, "arguments": "".join(parts)}
             for _, (call, name, parts) in sorted(self.calls.items())
         ]
-        return Answer(
+        return TimedAnswer(
             index=self.index,
             ask=self.ask,
             planned=self.planned,
@@ -241,14 +241,14 @@ class _Exchange:
         )
 
 
-class Client:
+class LoadClient:
     """A client for one target. Use it as an async context manager; leaving it closes all connections.
 
     Entering looks up the model's name if the target has none. Raises ConfigError if the target's address or backend is
     wrong, or if its model is neither named nor listed by the server. chunks: total number received so far.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerTarget) -> None:
         try:
             parts = urlsplit(target.base_url)
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -265,8 +265,8 @@ class Client:
         self._context: ssl.SSLContext | None = tls(target.verify_tls) if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._head = _head(parts.netloc.rpartition("@")[2], target)
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[ClientConnection] = []
+        self._all: set[ClientConnection] = set()
         self._running: set[_Exchange] = set()
         self._opening: set[asyncio.Task[Any]] = set()
         self._origin = clock.perf_counter()
@@ -306,7 +306,7 @@ class Client:
         """Number of requests in progress."""
         return len(self._running)
 
-    def request(self, ask: Ask) -> bytes:
+    def request(self, ask: LoadRequest) -> bytes:
         """The HTTP request of an ask, head and body. Raises ConfigError if the backend cannot express it."""
         try:
             body = msgspec.json.encode(self.dialect.body(ask, self.target))
@@ -314,7 +314,9 @@ class Client:
             raise ConfigError(f"a request cannot be encoded as JSON: {error}") from None
         return self._request("POST", self._path(self.target.endpoint or self.dialect.path), body)
 
-    async def ask(self, ask: Ask, index: int = 0, planned: float = 0.0, request: bytes | None = None) -> Answer:
+    async def ask(
+        self, ask: LoadRequest, index: int = 0, planned: float = 0.0, request: bytes | None = None
+    ) -> TimedAnswer:
         """Sends one request now and waits for its end. Failures are reported in the answer.
 
         request: the result of `request`; None: it is created now. Raises the errors of `request`.
@@ -326,7 +328,7 @@ class Client:
 
     async def get(self, path: str) -> bytes:
         """The body of a GET, of at most 1 MiB. Raises ConfigError, naming the address, for any status but 200."""
-        exchange = _Exchange(self, Ask(max_tokens=0), 0, 0.0)
+        exchange = _Exchange(self, LoadRequest(max_tokens=0), 0, 0.0)
         exchange.plain = True
         await self._exchange(exchange, self._request("GET", self._path(path), b""))
         if exchange.failure is not None:
@@ -388,7 +390,7 @@ class Client:
             self._running.discard(exchange)
             exchange.give_up("the request was cancelled")
 
-    async def _opened_for(self, exchange: _Exchange) -> Connection | None:
+    async def _opened_for(self, exchange: _Exchange) -> ClientConnection | None:
         """Opens a connection. Returns None if that fails; the exchange then contains the failure."""
         opening = self._keep_task(self._open())
         try:
@@ -403,13 +405,13 @@ class Client:
         finally:
             opening.cancel()
 
-    async def _open(self) -> Connection:
+    async def _open(self) -> ClientConnection:
         loop = asyncio.get_running_loop()
         limit = self.target.patience.connect
         try:
             async with asyncio.timeout(limit):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self.clock, self._idle.append, self._lost),
+                    lambda: ClientConnection(self.clock, self._idle.append, self._lost),
                     self._host,
                     self._port,
                     ssl=self._context,
@@ -421,14 +423,14 @@ class Client:
         self._all.add(connection)
         return connection
 
-    def _kept(self) -> Connection | None:
+    def _kept(self) -> ClientConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.usable:
                 return connection
         return None
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: ClientConnection) -> None:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
@@ -457,7 +459,7 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def _head(host: str, target: Target) -> str:
+def _head(host: str, target: ServerTarget) -> str:
     """The header lines of every request. Raises ConfigError for a header that HTTP does not allow."""
     headers = {"Host": host, "Accept": "*/*", "User-Agent": "redline-bench", "Content-Type": "application/json"}
     if target.key:

@@ -16,22 +16,23 @@ import numpy as np
 
 from redline.bench.serving.intervals import LEAST, Interval, interval
 from redline.bench.serving.metrics import (
-    Counts,
+    TextEncoder,
     answer_ttft,
     e2el,
     error_of,
     failure_of,
     itls,
     output_tokens,
+    percentile,
     texts,
     tpot,
     ttft,
 )
-from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
+from redline.bench.serving.records import GeneratorLoad, LoadRequest, LoadRun, TimedAnswer
 from redline.bench.serving.remarks import generator_remark, uncounted, uncounted_remarks
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Plot, PlotMark, Section, Series, Table, Words
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.messages.base import Record
 
 Side = Literal["A", "B"]
@@ -40,7 +41,7 @@ EVENTS_APART = 0.05  # relative difference in tokens per event above which ITL i
 SHOWN = 60  # characters shown around the first difference of two answers
 
 
-class Figure(Record, frozen=True):
+class ComparedFigure(Record, frozen=True):
     """One compared figure. scale: from its unit in seconds to the displayed one. more: a higher value is faster."""
 
     words: str
@@ -48,18 +49,18 @@ class Figure(Record, frozen=True):
     scale: float = 1000.0
 
 
-FIGURES: dict[str, Figure] = {
-    "output_throughput": Figure(words="output tokens/s", more=True, scale=1.0),
-    "ttft": Figure(words="TTFT, ms"),
-    "answer_ttft": Figure(words="TTFT of the answer, ms"),
-    "tpot": Figure(words="TPOT, ms"),
-    "itl_p50": Figure(words="ITL p50, ms"),
-    "itl_p99": Figure(words="ITL p99, ms"),
-    "e2el": Figure(words="E2EL, ms"),
+FIGURES: dict[str, ComparedFigure] = {
+    "output_throughput": ComparedFigure(words="output tokens/s", more=True, scale=1.0),
+    "ttft": ComparedFigure(words="TTFT, ms"),
+    "answer_ttft": ComparedFigure(words="TTFT of the answer, ms"),
+    "tpot": ComparedFigure(words="TPOT, ms"),
+    "itl_p50": ComparedFigure(words="ITL p50, ms"),
+    "itl_p99": ComparedFigure(words="ITL p99, ms"),
+    "e2el": ComparedFigure(words="E2EL, ms"),
 }
 
 
-class Load(Record, frozen=True):
+class LoadFigures(Record, frozen=True):
     """One small load of a block. figures: by a name of FIGURES, in seconds or tokens/s; only those that exist.
 
     events: stream events with text. uncounted: answers in which each event was counted as one token.
@@ -86,7 +87,7 @@ class Same(Record, frozen=True):
     first: str = ""
 
 
-class Plan(Record, frozen=True):
+class ComparePlan(Record, frozen=True):
     """The length of the measurement. blocks: minimum number of blocks. until: stop once half the width of the interval
     of `figure` is at most this share of it; None: stop after `blocks`. most: maximum number of blocks. scheduled:
     requests have a rate, so latencies count from the planned time, and a slow server cannot hide the wait.
@@ -106,30 +107,30 @@ class Compared(Record, frozen=True):
     generator: the worst values of all loads; lag_p50: their median. None: no load was completed.
     """
 
-    blocks: tuple[tuple[Load, ...], ...]
+    blocks: tuple[tuple[LoadFigures, ...], ...]
     same: Same
     stopped: bool
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
     generator: GeneratorLoad | None
 
 
-Put = Callable[[Side, Sequence[Ask]], Run]
+Put = Callable[[Side, Sequence[LoadRequest]], LoadRun]
 
 
 def compare(
-    plan: Plan,
+    plan: ComparePlan,
     put: Put,
-    asks: Callable[[int], Sequence[Ask]],
+    asks: Callable[[int], Sequence[LoadRequest]],
     tell: Callable[[int], None],
-    counts: Counts | None = None,
+    counts: TextEncoder | None = None,
 ) -> Compared:
     """Measures block by block. put: runs a load on one server. asks: the requests of a pair of loads, by its number.
 
     tell: called after every block with the number of blocks. counts: counts tokens if a server does not report them.
     """
     draw = random.Random(plan.seed)
-    blocks: list[tuple[Load, ...]] = []
-    answers: list[Answer] = []
+    blocks: list[tuple[LoadFigures, ...]] = []
+    answers: list[TimedAnswer] = []
     same = Same()
     generators: list[GeneratorLoad] = []
     stopped = False
@@ -148,28 +149,28 @@ def compare(
 
 
 class _Block(NamedTuple):
-    loads: tuple[Load, ...]
+    loads: tuple[LoadFigures, ...]
     same: Same
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     generators: list[GeneratorLoad]
 
 
 def _block(
-    plan: Plan,
+    plan: ComparePlan,
     put: Put,
-    asks: Callable[[int], Sequence[Ask]],
+    asks: Callable[[int], Sequence[LoadRequest]],
     draw: random.Random,
     before: int,
     same: Same,
-    counts: Counts | None,
+    counts: TextEncoder | None,
 ) -> _Block | None:
     """Measures the next block; None if it was stopped. before: completed blocks. same: agreement of answers so far."""
-    loads: list[Load] = []
-    answers: list[Answer] = []
+    loads: list[LoadFigures] = []
+    answers: list[TimedAnswer] = []
     generators: list[GeneratorLoad] = []
     for half, order in enumerate(_orders(draw)):
         requests = asks(2 * before + half)
-        runs: dict[Side, Run] = {}
+        runs: dict[Side, LoadRun] = {}
         for side in order:
             run = put(side, requests)
             if run.stopped:
@@ -194,14 +195,14 @@ def _worst(generators: Sequence[GeneratorLoad]) -> GeneratorLoad | None:
     )
 
 
-def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
+def enough(plan: ComparePlan, blocks: Sequence[Sequence[LoadFigures]]) -> bool:
     """Whether no further block is needed, or allowed. Depends on the width of the interval, not on which side leads."""
     if len(blocks) < plan.blocks or plan.until is None:
         return len(blocks) >= plan.blocks
     return len(blocks) >= plan.most or narrow(plan, blocks)
 
 
-def narrow(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
+def narrow(plan: ComparePlan, blocks: Sequence[Sequence[LoadFigures]]) -> bool:
     """Whether the interval of the plan's figure is within `until`."""
     found = interval(log_ratios(blocks, plan.figure), plan.seed)
     return found is not None and math.expm1((found.high - found.low) / 2) <= (plan.until or 0.0)
@@ -213,7 +214,7 @@ def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
     return (forth, back) if draw.random() < 0.5 else (back, forth)
 
 
-def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: bool = False) -> Load:
+def measured(side: Side, run: LoadRun, counts: TextEncoder | None = None, *, scheduled: bool = False) -> LoadFigures:
     """The figures of one load: throughput, medians over requests, percentiles over all inter-token latencies.
 
     scheduled: latencies count from when requests were planned, not from when they were sent.
@@ -223,20 +224,20 @@ def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: b
     gaps = [gap for answer in good for gap in itls(answer)]
     late = [max(0.0, one.sent - one.planned) if scheduled and one.sent is not None else 0.0 for one in good]
 
-    def since(measure: Callable[[Answer], float | None]) -> float | None:
+    def since(measure: Callable[[TimedAnswer], float | None]) -> float | None:
         values = zip(map(measure, good), late, strict=True)
-        return _middle([None if value is None else value + wait for value, wait in values])
+        return percentile((None if value is None else value + wait for value, wait in values), 50)
 
     found = {
         "output_throughput": tokens / max(run.seconds, 1e-9),
         "ttft": since(ttft),
         "answer_ttft": since(answer_ttft),
-        "tpot": _middle([tpot(answer, counts) for answer in good]),
-        "itl_p50": float(np.percentile(gaps, 50)) if gaps else None,
-        "itl_p99": float(np.percentile(gaps, 99)) if gaps else None,
+        "tpot": percentile((tpot(answer, counts) for answer in good), 50),
+        "itl_p50": percentile(gaps, 50),
+        "itl_p99": percentile(gaps, 99),
         "e2el": since(e2el),
     }
-    return Load(
+    return LoadFigures(
         side=side,
         figures={name: value for name, value in found.items() if value},
         completed=len(good),
@@ -247,16 +248,11 @@ def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: b
     )
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.median(known)) if known else None
-
-
-def _named(answers: Sequence[Answer], name: str) -> list[Answer]:
+def _named(answers: Sequence[TimedAnswer], name: str) -> list[TimedAnswer]:
     return [msgspec.structs.replace(one, ask=msgspec.structs.replace(one.ask, name=name)) for one in answers]
 
 
-def also(same: Same, a: Sequence[Answer], b: Sequence[Answer], counts: Counts | None = None) -> Same:
+def also(same: Same, a: Sequence[TimedAnswer], b: Sequence[TimedAnswer], counts: TextEncoder | None = None) -> Same:
     """`same` plus the answers of two loads with the same requests, in the order of the requests."""
     pairs, equal, as_many, first = same.pairs, same.equal, same.equal_counts, same.first
     for one, other in zip(a, b, strict=True):
@@ -282,7 +278,7 @@ def _difference(pair: int, a: str, b: str) -> str:
 # --------------------------------------------------------------------------------------------------- figures
 
 
-def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
+def log_ratios(blocks: Sequence[Sequence[LoadFigures]], name: str) -> list[float]:
     """log(B/A) of a figure per block; blocks in which a side lacks the figure are skipped."""
     found: list[float] = []
     for block in blocks:
@@ -295,7 +291,7 @@ def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
     return found
 
 
-class Outcome(Record, frozen=True):
+class FigureOutcome(Record, frozen=True):
     """One figure of both servers in seconds or tokens/s (medians over loads), the ratio B/A, and the verdict."""
 
     name: str
@@ -308,9 +304,9 @@ class Outcome(Record, frozen=True):
     verdict: str
 
 
-def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
+def outcomes(blocks: Sequence[Sequence[LoadFigures]], seed: int = 0) -> list[FigureOutcome]:
     """Every figure that both sides have in at least one block, in the order of FIGURES."""
-    found: list[Outcome] = []
+    found: list[FigureOutcome] = []
     a_event, b_event = (tokens_per_event(blocks, side) for side in ("A", "B"))
     unlike = a_event is not None and b_event is not None and abs(math.log(b_event / a_event)) > EVENTS_APART
     for name, figure in FIGURES.items():
@@ -321,7 +317,7 @@ def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
         a, b = ([one.figures[name] for one in loads if one.side == side] for side in ("A", "B"))
         sure = interval(logs, seed)
         found.append(
-            Outcome(
+            FigureOutcome(
                 name=name,
                 a=float(np.median(a)),
                 b=float(np.median(b)),
@@ -337,14 +333,14 @@ def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
     return found
 
 
-def tokens_per_event(blocks: Sequence[Sequence[Load]], side: Side) -> float | None:
+def tokens_per_event(blocks: Sequence[Sequence[LoadFigures]], side: Side) -> float | None:
     """Mean tokens per event in a side's streams; None if it received none."""
     loads = [one for block in blocks for one in block if one.side == side]
     events, tokens = sum(one.events for one in loads), sum(one.output_tokens for one in loads)
     return tokens / events if events and tokens else None
 
 
-def verdict(figure: Figure, sure: Interval | None, blocks: int) -> str:
+def verdict(figure: ComparedFigure, sure: Interval | None, blocks: int) -> str:
     """Which server is faster in a figure, by how much, and the interval. sure: the interval of log(B/A)."""
     if sure is None:
         return f"too few blocks ({blocks}, at least {LEAST} are needed)"
@@ -359,7 +355,7 @@ def verdict(figure: Figure, sure: Interval | None, blocks: int) -> str:
     return f"{ahead} is faster by {shares[0]:.1%} ({low:.1%} to {high:.1%}, 95 %)"
 
 
-def figures_of(blocks: Sequence[Sequence[Load]], same: Same, seed: int) -> dict[str, Any]:
+def figures_of(blocks: Sequence[Sequence[LoadFigures]], same: Same, seed: int) -> dict[str, Any]:
     """The comparison as flat keys: `ttft_ratio` with `_low` and `_high`, `ttft_a` and `ttft_b` in s or tokens/s."""
     found: dict[str, Any] = {"blocks": len(blocks)}
     for one in outcomes(blocks, seed):
@@ -382,10 +378,10 @@ def figures_of(blocks: Sequence[Sequence[Load]], same: Same, seed: int) -> dict[
 # --------------------------------------------------------------------------------------------------------- report
 
 
-def compare_sections(result: Result) -> list[Section]:
+def compare_sections(result: BenchResult) -> list[Section]:
     """Tables, warnings and plots of a comparison, from its details: plan, blocks, same, servers."""
-    plan = msgspec.convert(result.details["plan"], Plan)
-    blocks = msgspec.convert(result.details["blocks"], list[list[Load]])
+    plan = msgspec.convert(result.details["plan"], ComparePlan)
+    blocks = msgspec.convert(result.details["blocks"], list[list[LoadFigures]])
     same = msgspec.convert(result.details["same"], Same)
     greedy = bool(result.details.get("greedy"))
     servers: dict[str, str] = result.details["servers"]
@@ -400,7 +396,7 @@ def compare_sections(result: Result) -> list[Section]:
     return found
 
 
-def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan) -> Table:
+def _table(rows: Sequence[FigureOutcome], blocks: Sequence[Sequence[LoadFigures]], plan: ComparePlan) -> Table:
     cells: list[tuple[str, ...]] = []
     for one in rows:
         figure = FIGURES[one.name]
@@ -420,7 +416,7 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
     return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
 
 
-def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, greedy: bool) -> list[Words]:
+def _warnings(result: BenchResult, blocks: Sequence[Sequence[LoadFigures]], same: Same, greedy: bool) -> list[Words]:
     found = [Words(text=note) for note in result.notes]
     if result.stopped:
         found.append(Words(text="Stopped: the unfinished block is not counted.", warning=True))
@@ -455,7 +451,7 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
     return found
 
 
-def _plot(rows: Sequence[Outcome]) -> Plot:
+def _plot(rows: Sequence[FigureOutcome]) -> Plot:
     known = [(at, one) for at, one in enumerate(rows, 1) if one.low is not None and one.high is not None]
     return Plot(
         title="B/A, with 95 % intervals",
@@ -472,12 +468,12 @@ def _plot(rows: Sequence[Outcome]) -> Plot:
                 style="points",
             ),
         ),
-        marks=(Mark(text="no difference", y=1.0),),
+        marks=(PlotMark(text="no difference", y=1.0),),
         note="For output tokens/s higher is faster, for all others lower.",
     )
 
 
-def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
+def _over_time(blocks: Sequence[Sequence[LoadFigures]], name: str) -> Plot:
     loads = [one for block in blocks for one in block]
 
     def series(side: Side) -> Series:
@@ -498,7 +494,7 @@ def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
     )
 
 
-def describe(target: Target, pace: Pace) -> str:
+def describe(target: ServerTarget, pace: LoadPace) -> str:
     """A server and its load, in one line."""
     streams = "1 stream" if pace.max_concurrency == 1 else f"{pace.max_concurrency} streams"
     load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else streams

@@ -27,7 +27,7 @@ class TooLarge(Exception):
     """The response exceeds a limit of this module, which the message names."""
 
 
-class Events:
+class EventSplitter:
     """Splits a byte stream, in arbitrary pieces, into the data of its server-sent events.
 
     Lines end with LF, CRLF or CR; comments and fields other than `data` are skipped; several data lines are joined by
@@ -87,7 +87,7 @@ def _data(piece: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-class Receiver(Protocol):
+class ResponseReceiver(Protocol):
     """Receives the response to one request. at: the time of the read, on the connection's clock."""
 
     def head(self, status: int, headers: dict[str, str], at: float) -> None:
@@ -103,20 +103,23 @@ class Receiver(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection, for one request at a time. clock: in seconds. free: called when it is ready for the next request.
 
     lost: called once when the connection is closed. opened: the time at which it was established.
     """
 
     def __init__(
-        self, clock: Callable[[], float], free: Callable[["Connection"], None], lost: Callable[["Connection"], None]
+        self,
+        clock: Callable[[], float],
+        free: Callable[["ClientConnection"], None],
+        lost: Callable[["ClientConnection"], None],
     ) -> None:
         self._clock, self._free, self._lost = clock, free, lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._file = -1  # file descriptor of the socket, if bytes can be written to it directly
-        self._receiver: Receiver | None = None
+        self._receiver: ResponseReceiver | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._at = 0.0
         self._read: list[tuple[float, bytes]] = []  # received, not yet parsed
@@ -134,7 +137,7 @@ class Connection(asyncio.Protocol):
         if transport.get_extra_info("ssl_object") is None:
             self._file = transport.get_extra_info("socket").fileno()
 
-    def send(self, request: bytes, receiver: Receiver) -> float:
+    def send(self, request: bytes, receiver: ResponseReceiver) -> float:
         """Sends a request; `receiver` gets the response. Returns the time at which its first byte was written."""
         assert self._transport is not None
         assert self._receiver is None

@@ -16,9 +16,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from redline import clock
-from redline.bench.serving.records import Ask
-from redline.bench.serving.texts import RandomTexts, natural
-from redline.bench.serving.vocabulary import Vocabulary
+from redline.bench.serving.records import LoadRequest
+from redline.bench.serving.texts import RandomTexts, RandomWords
+from redline.bench.serving.vocabulary import TextTokenizer, TextVocabulary
 from redline.chat.lines import NOT_JSON
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -76,13 +76,14 @@ class DatasetConfig(Record, frozen=True):
 
 def asks(
     config: DatasetConfig,
-    vocabulary: Vocabulary | None,
+    vocabulary: TextTokenizer | None,
     note: Callable[[str], None] | None = None,
     watch: Callable[[int, int], None] | None = None,
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """The requests of a load: num_prompts of them, or fewer with no_oversample.
 
-    vocabulary: None: lengths are approximate and prompt_tokens is None. note: called with each remark for readers of
+    vocabulary: None: lengths are approximate and prompt_tokens is None; a tokenizer without a vocabulary, such as the
+    server's, gives exact lengths too. note: called with each remark for readers of
     the result. watch: called with (done, total) if creating them takes more than two seconds. Raises ConfigError naming
     the flag, or file, line, field and fix.
     """
@@ -159,14 +160,14 @@ class _Maker:
     def __init__(
         self,
         config: DatasetConfig,
-        vocabulary: Vocabulary | None,
+        vocabulary: TextTokenizer | None,
         note: Callable[[str], None],
         watch: Callable[[int, int], None] | None,
     ) -> None:
         self._config, self._vocabulary, self._note, self._watch = config, vocabulary, note, watch
         self._began = clock.monotonic()
 
-    def made(self) -> list[Ask]:
+    def made(self) -> list[LoadRequest]:
         match self._config.dataset_name:
             case "random":
                 return self._random()
@@ -179,7 +180,7 @@ class _Maker:
             case "redline":
                 return self._full(self._questions())
 
-    def _random(self) -> list[Ask]:
+    def _random(self) -> list[LoadRequest]:
         config = self._config
         texts = self._texts()
         length, ratio = (
@@ -192,7 +193,7 @@ class _Maker:
                 "have no token; use a higher value"
             )
         prefix = texts.opening(config.random_prefix_len, self._draw("prefix"))
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for index in range(config.num_prompts):
             draw = self._draw("prompt", index)
             own = self._length(max(0, length), draw)
@@ -202,12 +203,12 @@ class _Maker:
             self._show(len(made))
         return self._counted(made)
 
-    def _prefixes(self) -> list[Ask]:
+    def _prefixes(self) -> list[LoadRequest]:
         config = self._config
         texts = self._texts()
         each = config.num_prompts // config.prefix_repetition_num_prefixes
         prefix_len = config.prefix_repetition_prefix_len
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for number in range(config.prefix_repetition_num_prefixes):
             draw = self._draw("prefix", number)
             prefix = self._fresh(texts, "", prefix_len, draw)
@@ -223,13 +224,14 @@ class _Maker:
             self._draw("order").shuffle(made)
         return self._counted(made)
 
-    def _texts(self) -> "RandomTexts | _Words":
-        if self._vocabulary is not None:
+    def _texts(self) -> RandomTexts | RandomWords:
+        if self._vocabulary is None:
+            self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
+        elif isinstance(self._vocabulary, TextVocabulary):
             return RandomTexts(self._vocabulary)
-        self._note("lengths of prompts are approximate: without --tokenizer their tokens are not counted")
-        return _Words()
+        return RandomWords(self._vocabulary)
 
-    def _fresh(self, texts: "RandomTexts | _Words", prefix: str, tokens: int, draw: random.Random) -> str:
+    def _fresh(self, texts: RandomTexts | RandomWords, prefix: str, tokens: int, draw: random.Random) -> str:
         unique = min(_UNIQUE, tokens)
         head = texts.more(unique, draw) if prefix else texts.opening(unique, draw)
         return prefix + head + texts.stretch(tokens - unique, draw)
@@ -239,7 +241,7 @@ class _Maker:
         most = math.ceil(length * (1 + ratio)) if self._config.random_range == "around" else length
         return draw.randint(math.floor(length * (1 - ratio)), most)
 
-    def _counted(self, made: list[Ask]) -> list[Ask]:
+    def _counted(self, made: list[LoadRequest]) -> list[LoadRequest]:
         """Recounts the tokens of very long prompts, and of all if the vocabulary merges across words."""
         if self._vocabulary is None:
             return made
@@ -250,7 +252,7 @@ class _Maker:
         self._note(f"lengths of prompts are approximate (counted): {self._vocabulary.name} merges across words")
         return [self._known(ask) for ask in made]
 
-    def _conversations(self) -> Iterator[Ask]:
+    def _conversations(self) -> Iterator[LoadRequest]:
         config = self._config
         entries = [
             (turns[0].value, turns[1].value)
@@ -267,9 +269,9 @@ class _Maker:
             if not (short or tokens > _MOST_PROMPT or tokens + output > _MOST_WHOLE):
                 yield self._ask(prompt, output, tokens, name="sharegpt")
 
-    def _custom(self) -> Iterator[Ask]:
+    def _custom(self) -> Iterator[LoadRequest]:
         path = Path(self._config.dataset_path or "")
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for place, line in _entries(path, _Custom, "custom"):
             if (line.prompt is None) == (line.messages is None):
                 raise ConfigError(f"{path}, {place}: expected one of `prompt` and `messages`: {_LINE_OF['custom']}")
@@ -288,7 +290,7 @@ class _Maker:
         for ask in made:
             yield self._known(ask)
 
-    def _questions(self) -> Iterator[Ask]:
+    def _questions(self) -> Iterator[LoadRequest]:
         """Prompts of all kinds in turn, so that the kinds are equally frequent as far as their lines allow."""
         path = Path(self._config.dataset_path or "")
         paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -296,7 +298,7 @@ class _Maker:
             raise ConfigError(
                 f"--dataset-path {path}: contains no .jsonl file; name a file of prompts, or their folder"
             )
-        kinds: dict[str, list[Ask]] = {}
+        kinds: dict[str, list[LoadRequest]] = {}
         for path in paths:
             for place, line in _entries(path, _Question, "redline"):
                 extra = {} if line.thinking is None else {"chat_template_kwargs": {"thinking": line.thinking}}
@@ -309,10 +311,10 @@ class _Maker:
                 if turn < len(those):
                     yield self._known(those[turn])
 
-    def _full(self, found: Iterator[Ask]) -> list[Ask]:
+    def _full(self, found: Iterator[LoadRequest]) -> list[LoadRequest]:
         """The first num_prompts prompts of a file; if it has fewer, some are repeated."""
         config, path = self._config, self._config.dataset_path
-        made: list[Ask] = []
+        made: list[LoadRequest] = []
         for ask in found:
             made.append(ask)
             self._show(len(made))
@@ -343,13 +345,13 @@ class _Maker:
         name: str = "",
         tools: tuple[dict[str, Any], ...] | None = None,
         extra: dict[str, Any] | None = None,
-    ) -> Ask:
+    ) -> LoadRequest:
         if self._config.backend in COMPLETIONS:
             raise ConfigError(f"{place}: `messages` need a chat API; use --backend openai-chat")
         if not messages or not all(isinstance(message.get("role"), str) for message in messages):
             raise ConfigError(f"{place}: `messages` needs at least one message, and `role` in each")
         extra = {**(extra or {}), **self._extra()}
-        return Ask(max_tokens=output, messages=tuple(messages), name=name, tools=tools, extra=extra)
+        return LoadRequest(max_tokens=output, messages=tuple(messages), name=name, tools=tools, extra=extra)
 
     def _ask(
         self,
@@ -358,9 +360,9 @@ class _Maker:
         tokens: int | None,
         name: str = "",
         tools: tuple[dict[str, Any], ...] | None = None,
-    ) -> Ask:
+    ) -> LoadRequest:
         bare = self._config.backend in COMPLETIONS
-        return Ask(
+        return LoadRequest(
             max_tokens=output,
             text=text if bare else None,
             messages=None if bare else ({"role": "user", "content": text},),
@@ -373,7 +375,7 @@ class _Maker:
     def _extra(self) -> dict[str, Any]:
         return {"ignore_eos": True} if self._config.ignore_eos else {}
 
-    def _known(self, ask: Ask) -> Ask:
+    def _known(self, ask: LoadRequest) -> LoadRequest:
         """Adds the number of prompt tokens, if there is a vocabulary."""
         if self._vocabulary is None:
             return ask
@@ -396,28 +398,13 @@ class _Maker:
             self._watch(done, self._config.num_prompts)
 
 
-class _Words:
-    """Replaces `RandomTexts` without a vocabulary: random words of English prose."""
-
-    def __init__(self) -> None:
-        self._words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
-
-    def opening(self, tokens: int, draw: random.Random) -> str:
-        return self.more(tokens, draw).lstrip()
-
-    def more(self, tokens: int, draw: random.Random) -> str:
-        return "".join(f" {word}" for word in draw.choices(self._words, k=tokens))
-
-    stretch = more
-
-
 def _from_human(turns: Sequence[_Turn]) -> Sequence[_Turn]:
     """The turns from the first human one on; all turns if they do not name a speaker."""
     first = (number for number, turn in enumerate(turns) if turn.speaker in ("human", "user", ""))
     return turns[next(first, len(turns)) :]
 
 
-def _text_of(ask: Ask) -> str:
+def _text_of(ask: LoadRequest) -> str:
     if ask.text is not None:
         return ask.text
     said = [message.get("content") for message in ask.messages or ()]

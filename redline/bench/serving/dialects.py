@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from redline.bench.serving.records import Ask, Kind, Usage
-from redline.bench.serving.target import Target
+from redline.bench.serving.records import Kind, LoadRequest, Usage
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 
 MOST_TOKENS = 1 << 32  # of one request: a larger count is invalid
 
 
-class Call(NamedTuple):
+class CallDelta(NamedTuple):
     """Part of one tool call. place: index of the call in the answer. arguments: the next part of their text."""
 
     place: int
@@ -38,14 +38,14 @@ class Said(msgspec.Struct, gc=False):
     kind: Kind | None = None
     text: str = ""
     thinking: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
     tokens: int | None = None
     finish: str | None = None
     usage: Usage | None = None
     error: str | None = None
 
 
-class Dialect(NamedTuple):
+class ServerDialect(NamedTuple):
     """One kind of server API. path: the default endpoint.
 
     body(ask, target): the request's fields; raises ConfigError if the dialect cannot express the request. read(event):
@@ -54,7 +54,7 @@ class Dialect(NamedTuple):
     """
 
     path: str
-    body: Callable[[Ask, Target], dict[str, Any]]
+    body: Callable[[LoadRequest, ServerTarget], dict[str, Any]]
     read: Callable[[bytes], Said]
 
 
@@ -177,9 +177,9 @@ def _event(data: bytes) -> tuple[Said, _Choice | None]:
     return said, choice
 
 
-def _calls(delta: _Delta) -> tuple[Call, ...]:
+def _calls(delta: _Delta) -> tuple[CallDelta, ...]:
     found = [
-        Call(
+        CallDelta(
             place if call.index is None else call.index,
             call.id or "",
             (call.function and call.function.name) or "",
@@ -188,7 +188,7 @@ def _calls(delta: _Delta) -> tuple[Call, ...]:
         for place, call in enumerate(delta.tool_calls or ())
     ]
     if delta.function_call is not None:
-        found.append(Call(0, "", delta.function_call.name or "", delta.function_call.arguments or ""))
+        found.append(CallDelta(0, "", delta.function_call.name or "", delta.function_call.arguments or ""))
     return tuple(found)
 
 
@@ -220,7 +220,7 @@ def _read_completion(data: bytes) -> Said:
     return said
 
 
-def _common(ask: Ask, target: Target) -> dict[str, Any]:
+def _common(ask: LoadRequest, target: ServerTarget) -> dict[str, Any]:
     body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if ask.tools is not None:
         body["tools"] = list(ask.tools)
@@ -234,7 +234,7 @@ def _common(ask: Ask, target: Target) -> dict[str, Any]:
     return body
 
 
-def _chat_body(ask: Ask, target: Target) -> dict[str, Any]:
+def _chat_body(ask: LoadRequest, target: ServerTarget) -> dict[str, Any]:
     if ask.messages is not None:
         messages: list[dict[str, Any]] = list(ask.messages)
     elif ask.text is not None:
@@ -249,7 +249,7 @@ def _chat_body(ask: Ask, target: Target) -> dict[str, Any]:
     }
 
 
-def _completion_body(ask: Ask, target: Target) -> dict[str, Any]:
+def _completion_body(ask: LoadRequest, target: ServerTarget) -> dict[str, Any]:
     if ask.text is not None:
         prompt: str | list[int] = ask.text
     elif ask.ids is not None:
@@ -259,10 +259,10 @@ def _completion_body(ask: Ask, target: Target) -> dict[str, Any]:
     return {"model": target.model, "prompt": prompt, "max_tokens": ask.max_tokens, **_common(ask, target)}
 
 
-_CHAT = Dialect("/v1/chat/completions", _chat_body, _read_chat)
-_COMPLETIONS = Dialect("/v1/completions", _completion_body, _read_completion)
+_CHAT = ServerDialect("/v1/chat/completions", _chat_body, _read_chat)
+_COMPLETIONS = ServerDialect("/v1/completions", _completion_body, _read_completion)
 
-BACKENDS: dict[str, Dialect] = {
+BACKENDS: dict[str, ServerDialect] = {
     "openai-chat": _CHAT,
     "openai": _COMPLETIONS,
     "vllm": _COMPLETIONS,

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from redline.bench.serving.metrics import (
-    Counts,
+    TextEncoder,
     answer_ttft,
     e2el,
     error_of,
@@ -32,13 +32,13 @@ from redline.bench.serving.metrics import (
     thinking,
     ttft,
 )
-from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer
 from redline.bench.serving.remarks import uncounted, uncounted_remarks
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Plot, PlotMark, Section, Series, Table, Words, cell
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.texts import natural
-from redline.bench.serving.vocabulary import Vocabulary
+from redline.bench.serving.vocabulary import TextTokenizer
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -104,12 +104,12 @@ def prompts(
     workload: Workload,
     count: int,
     seed: int,
-    vocabulary: Vocabulary | None,
+    vocabulary: TextTokenizer | None,
     *,
     bare: bool = False,
     extra: dict[str, Any] | None = None,
     made: Callable[[int], object] = lambda many: None,
-) -> list[Ask]:
+) -> list[LoadRequest]:
     """Prompts of the workload's length: natural text, different in each, followed by a question.
 
     seed: the same seed gives the same prompts, for comparing servers. vocabulary: None: lengths are approximate. bare:
@@ -119,11 +119,11 @@ def prompts(
     asked = len(vocabulary.encode(QUESTION)) if vocabulary else len(QUESTION.split())
     question = QUESTION if asked < workload.input_len // 2 else ""
     long = workload.input_len - (asked if question else 0) - (vocabulary.added if vocabulary else 0)
-    found: list[Ask] = []
+    found: list[LoadRequest] = []
     for place in range(count):
         text = natural(max(1, long), vocabulary, seed * 1_000_003 + place) + question
         found.append(
-            Ask(
+            LoadRequest(
                 max_tokens=workload.output_len,
                 text=text if bare else None,
                 messages=None if bare else ({"role": "user", "content": text},),
@@ -139,7 +139,7 @@ def prompts(
 # --------------------------------------------------------------------------------------------------- one answer
 
 
-class Measured(Record, frozen=True):
+class MeasuredRequest(Record, frozen=True):
     """The figures of one request. Times are in seconds, speeds in tokens/s; None: the request has no such figure.
 
     Native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: time for input, thinking and
@@ -166,11 +166,11 @@ class Measured(Record, frozen=True):
 
 
 def measured(
-    answer: Answer, *, workload: str, run: int, counts: Counts | None = None, o200k: Counts | None = None
-) -> Measured:
+    answer: TimedAnswer, *, workload: str, run: int, counts: TextEncoder | None = None, o200k: TextEncoder | None = None
+) -> MeasuredRequest:
     """An answer's figures. counts: counts native tokens if the server does not. o200k: counts o200k tokens."""
     if failure_of(answer) is not None:
-        return Measured(
+        return MeasuredRequest(
             workload=workload, run=run, input_tokens=input_tokens(answer), output_tokens=0, error=error_of(answer)
         )
     hidden = hides_thinking(answer)
@@ -178,7 +178,7 @@ def measured(
     speed = output_speed(answer, native, counts)
     speed_o200k = None if o200k is None else output_speed(answer, _count(o200k, texts(answer)), o200k, said=False)
     begun = answer_ttft(answer)
-    return Measured(
+    return MeasuredRequest(
         workload=workload,
         run=run,
         input_tokens=input_tokens(answer),
@@ -197,13 +197,15 @@ def measured(
     )
 
 
-def hides_thinking(answer: Answer) -> bool:
+def hides_thinking(answer: TimedAnswer) -> bool:
     """Whether the server counted thinking tokens but did not stream them."""
     said = None if answer.usage is None else answer.usage.reasoning_tokens
     return bool(said) and not any(chunk.kind == "thinking" for chunk in answer.chunks)
 
 
-def output_speed(answer: Answer, tokens: int, counts: Counts | None = None, *, said: bool = True) -> float | None:
+def output_speed(
+    answer: TimedAnswer, tokens: int, counts: TextEncoder | None = None, *, said: bool = True
+) -> float | None:
     """Tokens/s after the first read; if thinking is hidden, over the last SHOWN_PART of the events.
 
     tokens: of the whole answer. counts: counts the tokens of the first read. said: whether the events' own counts are
@@ -225,7 +227,7 @@ def output_speed(answer: Answer, tokens: int, counts: Counts | None = None, *, s
     return later / seconds if seconds > 0 and later > 0 else None
 
 
-def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | None, *, said: bool) -> float:
+def _tokens_of_first(answer: TimedAnswer, first: int, tokens: int, counts: TextEncoder | None, *, said: bool) -> float:
     """Tokens of the answer's first chunks: as the chunks report, as counted, or by their share of characters."""
     chunks = answer.chunks[:first]
     known = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
@@ -239,7 +241,7 @@ def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | N
     return max(1.0, tokens * share)
 
 
-def _count(counts: Counts, parts: Iterable[str]) -> int:
+def _count(counts: TextEncoder, parts: Iterable[str]) -> int:
     return sum(len(counts.encode(part)) for part in parts if part)
 
 
@@ -259,16 +261,16 @@ FIGURES = {
 }
 
 
-class Outcome(Record, frozen=True):
+class WorkloadOutcome(Record, frozen=True):
     """A workload's requests in the order of sending, and the worst lag of the load generator in seconds."""
 
     workload: Workload
-    rows: tuple[Measured, ...]
+    rows: tuple[MeasuredRequest, ...]
     lag: float = 0.0
     stopped: bool = False
 
     def p50(self, name: str) -> float | None:
-        """The median of a figure of `Measured`; None if there is none.
+        """The median of a figure of `MeasuredRequest`; None if there is none.
 
         A request that was still thinking at its end counts as infinitely late in figures that wait for the answer;
         otherwise the slowest requests would be left out.
@@ -283,34 +285,34 @@ class Outcome(Record, frozen=True):
         return median if math.isfinite(median) else None
 
     @property
-    def good(self) -> list[Measured]:
+    def good(self) -> list[MeasuredRequest]:
         """The requests that succeeded."""
         return [row for row in self.rows if not row.error]
 
 
-Load = Callable[[Target, Sequence[Ask], Pace], Run]
+Load = Callable[[ServerTarget, Sequence[LoadRequest], LoadPace], LoadRun]
 
 
 def measure(
     workload: Workload,
-    asks: Sequence[Ask],
-    target: Target,
+    asks: Sequence[LoadRequest],
+    target: ServerTarget,
     load: Load,
     *,
-    counts: Counts | None = None,
-    o200k: Counts | None = None,
-    seen: Callable[[Measured], object] = lambda row: None,
-    kept: Callable[[Answer], object] = lambda answer: None,
-) -> Outcome:
+    counts: TextEncoder | None = None,
+    o200k: TextEncoder | None = None,
+    seen: Callable[[MeasuredRequest], object] = lambda row: None,
+    kept: Callable[[TimedAnswer], object] = lambda answer: None,
+) -> WorkloadOutcome:
     """Sends `workload.parallel` prompts at a time, the next ones after all have been answered.
 
     asks: their number is a multiple of `parallel`. load: runs requests on the server. seen, kept: called with every
     finished request.
     """
-    rows, lag, stopped = list[Measured](), 0.0, False
+    rows, lag, stopped = list[MeasuredRequest](), 0.0, False
     for run, begin in enumerate(range(0, len(asks), workload.parallel)):
         together = asks[begin : begin + workload.parallel]
-        done = load(target, together, Pace(max_concurrency=workload.parallel))
+        done = load(target, together, LoadPace(max_concurrency=workload.parallel))
         lag = max(lag, done.generator.lag_most)
         for answer in done.answers:
             if done.stopped and answer.failure in ("skipped", "deadline"):
@@ -321,13 +323,15 @@ def measure(
         if done.stopped:
             stopped = True
             break
-    return Outcome(workload=workload, rows=tuple(rows), lag=lag, stopped=stopped)
+    return WorkloadOutcome(workload=workload, rows=tuple(rows), lag=lag, stopped=stopped)
 
 
 # ------------------------------------------------------------------------------------------------------- report
 
 
-def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bool, tokenizer: bool) -> list[str]:
+def differs(
+    target: ServerTarget, outcomes: Sequence[WorkloadOutcome], runs: int, *, o200k: bool, tokenizer: bool
+) -> list[str]:
     """The differences between this measurement and the leaderboard's, one sentence each.
 
     o200k, tokenizer: whether these vocabularies were given.
@@ -377,7 +381,7 @@ def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bo
     return said
 
 
-def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def figures(outcomes: Sequence[WorkloadOutcome]) -> dict[str, Any]:
     """Workload -> P50 of every figure, and the number of completed and failed requests."""
     return {
         outcome.workload.name: {
@@ -389,9 +393,9 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def leaderboard_sections(result: Result) -> list[Section]:
+def leaderboard_sections(result: BenchResult) -> list[Section]:
     """A page's sections, from the result's details: outcomes, and differences from the leaderboard's setting."""
-    outcomes = msgspec.convert(result.details["outcomes"], list[Outcome])
+    outcomes = msgspec.convert(result.details["outcomes"], list[WorkloadOutcome])
     sections: list[Section] = [summary_table(outcomes)]
     for outcome in outcomes:
         if not outcome.rows:
@@ -403,14 +407,14 @@ def leaderboard_sections(result: Result) -> list[Section]:
     return sections
 
 
-def summary_table(outcomes: Sequence[Outcome]) -> Table:
+def summary_table(outcomes: Sequence[WorkloadOutcome]) -> Table:
     """P50 of every figure by workload."""
     names = [name for name in FIGURES if "o200k" not in name or any(outcome.p50(name) for outcome in outcomes)]
     rows = [
         (
             outcome.workload.name,
             f"{len(outcome.good)} of {len(outcome.rows)}",
-            *(_number(outcome.p50(name)) for name in names),
+            *(cell(outcome.p50(name)) for name in names),
         )
         for outcome in outcomes
     ]
@@ -422,7 +426,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
     )
 
 
-def runs_table(outcome: Outcome) -> Table:
+def runs_table(outcome: WorkloadOutcome) -> Table:
     """A workload's requests, one per row."""
     o200k = any(row.speed_o200k is not None for row in outcome.rows)
     names = [name for name in FIGURES if o200k or "o200k" not in name]
@@ -431,8 +435,8 @@ def runs_table(outcome: Outcome) -> Table:
             str(row.run + 1),
             f"{row.input_tokens:,}",
             f"{row.output_tokens:,}",
-            *(_number(getattr(row, name)) for name in names),
-            _number(row.thinking),
+            *(cell(getattr(row, name)) for name in names),
+            cell(row.thinking),
             row.error,
         )
         for row in outcome.rows
@@ -445,9 +449,9 @@ def runs_table(outcome: Outcome) -> Table:
     )
 
 
-def _plot(outcome: Outcome) -> Plot:
+def _plot(outcome: WorkloadOutcome) -> Plot:
     rows = [row for row in outcome.good if row.speed is not None]
-    marks = [] if (p50 := outcome.p50("speed")) is None else [Mark(text="P50", y=p50)]
+    marks = [] if (p50 := outcome.p50("speed")) is None else [PlotMark(text="P50", y=p50)]
     series = [Series(name="native tokens", x=_order(rows), y=tuple(row.speed or 0.0 for row in rows), style="points")]
     if any(row.speed_o200k is not None for row in rows):
         speeds = tuple(row.speed_o200k or 0.0 for row in rows)
@@ -461,14 +465,8 @@ def _plot(outcome: Outcome) -> Plot:
     )
 
 
-def _order(rows: Sequence[Measured]) -> tuple[float, ...]:
+def _order(rows: Sequence[MeasuredRequest]) -> tuple[float, ...]:
     return tuple(float(at) for at in range(1, len(rows) + 1))
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _short(tokens: int) -> str:

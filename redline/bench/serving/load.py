@@ -19,9 +19,9 @@ import uvloop
 
 from redline import clock
 from redline.bench.serving.arrivals import planned as planned_times
-from redline.bench.serving.client import Client
-from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.client import LoadClient
+from redline.bench.serving.records import GeneratorLoad, LoadRequest, LoadRun, TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 
 SAMPLE_S = 0.02  # seconds between two samples of the timer lag
 SHOW_S = 0.25  # seconds between two calls of watch
@@ -47,16 +47,16 @@ class _Run:
 
     def __init__(
         self,
-        client: Client,
-        asks: Sequence[Ask],
-        pace: Pace,
+        client: LoadClient,
+        asks: Sequence[LoadRequest],
+        pace: LoadPace,
         watch: Callable[[Live], None] | None,
         stop: asyncio.Event,
     ) -> None:
         self._client, self._pace, self._watch, self._stop = client, pace, watch, stop
         self._warm, asks = asks[: pace.warmups], asks[pace.warmups :]
         self._asks = asks
-        self._answers: list[Answer | None] = [None] * len(asks)
+        self._answers: list[TimedAnswer | None] = [None] * len(asks)
         self._times = planned_times(len(asks), pace)
         self._places = asyncio.Semaphore(pace.max_concurrency or max(len(asks), 1))
         # Encoding a long prompt blocks the event loop, so requests up to ENCODED_BYTES are encoded before the run.
@@ -70,7 +70,7 @@ class _Run:
         self._done = self._failed = self._late = 0
         self._why = ""  # why the run ended before all requests were sent
 
-    async def run(self) -> Run:
+    async def run(self) -> LoadRun:
         """Warms up, sends all requests, waits, and returns the answers."""
         pace, client = self._pace, self._client
         await self._warm_up()
@@ -110,7 +110,7 @@ class _Run:
         first = min((answer.planned for answer in sent), default=0.0)
         last = max((answer.end for answer in sent), default=first)
         self._show()
-        return Run(
+        return LoadRun(
             began=began,
             seconds=max(last - first, 0.0),
             answers=tuple(answers),
@@ -123,7 +123,7 @@ class _Run:
         if not self._warm:
             return
 
-        async def one(ask: Ask) -> None:
+        async def one(ask: LoadRequest) -> None:
             async with self._places:
                 if not self._stop.is_set():
                     await self._client.ask(ask)
@@ -175,10 +175,10 @@ class _Run:
         self._done += 1
         self._failed += answer.failure is not None
 
-    def _skipped(self, place: int) -> Answer:
+    def _skipped(self, place: int) -> TimedAnswer:
         planned = self._times[place] if self._times is not None else self._client.clock()
         why = self._why or "it was never sent"
-        return Answer(
+        return TimedAnswer(
             index=place,
             ask=self._asks[place],
             planned=planned,
@@ -228,7 +228,9 @@ def _generator(cpu_share: float, lags: Sequence[float], late: int) -> GeneratorL
     return GeneratorLoad(cpu_share=cpu_share, lag_p50=at(0.5), lag_p99=at(0.99), lag_most=ordered[-1], late_sends=late)
 
 
-async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
+async def load(
+    target: ServerTarget, asks: Sequence[LoadRequest], pace: LoadPace, watch: Callable[[Live], None] | None = None
+) -> LoadRun:
     """Sends all asks at this pace and waits for every answer. watch: called with the progress four times a second.
 
     The first `pace.warmups` asks are warm-ups, without answers in the run. Raises ConfigError if target or pace are
@@ -238,20 +240,26 @@ async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[
 
 
 async def _load(
-    target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None, stop: asyncio.Event
-) -> Run:
-    async with Client(target) as client:
+    target: ServerTarget,
+    asks: Sequence[LoadRequest],
+    pace: LoadPace,
+    watch: Callable[[Live], None] | None,
+    stop: asyncio.Event,
+) -> LoadRun:
+    async with LoadClient(target) as client:
         return await _Run(client, asks, pace, watch, stop).run()
 
 
-def run_load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
+def run_load(
+    target: ServerTarget, asks: Sequence[LoadRequest], pace: LoadPace, watch: Callable[[Live], None] | None = None
+) -> LoadRun:
     """`load` in its own uvloop event loop. Ctrl-C ends the run, which returns the answers so far with `stopped` set.
 
     A second Ctrl-C raises KeyboardInterrupt. Raises the errors of `load`.
     """
     _raise_file_limit()
 
-    async def stoppable() -> Run:
+    async def stoppable() -> LoadRun:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
 

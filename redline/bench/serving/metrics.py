@@ -11,14 +11,14 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from redline.bench.serving.records import Answer, Chunk, Run
+from redline.bench.serving.records import LoadRun, StreamChunk, TimedAnswer
 from redline.messages.base import Record
 
 PERCENTILES = (50.0, 90.0, 99.0)
 Source = Literal["usage", "chunks", "vocabulary", "chunk count"]
 
 
-class Counts(Protocol):
+class TextEncoder(Protocol):
     """Encodes text as the model does, such as a `Vocabulary`."""
 
     def encode(self, text: str) -> Sequence[int]:
@@ -43,17 +43,17 @@ class Tokens(Record, frozen=True):
 UNFINISHED = ("skipped", "deadline")  # ended by the client with the run: not failures of the server
 
 
-def failure_of(answer: Answer) -> str | None:
+def failure_of(answer: TimedAnswer) -> str | None:
     """Why an answer failed: its failure, or `empty` if it ended without any token. None: it succeeded."""
     return answer.failure or (None if answer.chunks and answer.sent is not None else "empty")
 
 
-def ttft(answer: Answer) -> float | None:
+def ttft(answer: TimedAnswer) -> float | None:
     """From the request's first byte to the first token, thinking or not."""
     return _since(answer.sent, answer, answer.chunks)
 
 
-def answer_ttft(answer: Answer) -> float | None:
+def answer_ttft(answer: TimedAnswer) -> float | None:
     """From the request's first byte to the first token that is not thinking: of the answer or of a tool call.
 
     None if thinking took all tokens: an empty event after it, such as the one with finish_reason, does not count.
@@ -61,7 +61,7 @@ def answer_ttft(answer: Answer) -> float | None:
     return _since(answer.sent, answer, [chunk for chunk in answer.chunks if _answers(chunk)])
 
 
-def thinking(answer: Answer) -> float | None:
+def thinking(answer: TimedAnswer) -> float | None:
     """From the first thinking token to the first other token, or to the end; None without thinking."""
     first = next((chunk.at for chunk in answer.chunks if chunk.kind == "thinking"), None)
     if failure_of(answer) is not None or first is None:
@@ -70,23 +70,23 @@ def thinking(answer: Answer) -> float | None:
     return next(after, answer.chunks[-1].at) - first
 
 
-def _answers(chunk: Chunk) -> bool:
+def _answers(chunk: StreamChunk) -> bool:
     return chunk.kind != "thinking" and chunk.characters > 0
 
 
-def e2el(answer: Answer) -> float | None:
+def e2el(answer: TimedAnswer) -> float | None:
     """From the request's first byte to the last token; the end of the stream after it is not counted."""
     return _since(answer.sent, answer, answer.chunks[-1:])
 
 
-def tpot(answer: Answer, counts: Counts | None = None) -> float | None:
+def tpot(answer: TimedAnswer, counts: TextEncoder | None = None) -> float | None:
     """Seconds per output token after the first: (e2el - ttft) / (tokens - 1); None for an answer of one token."""
     first, last = ttft(answer), e2el(answer)
     tokens = output_tokens(answer, counts).count
     return None if first is None or last is None or tokens < 2 else (last - first) / (tokens - 1)
 
 
-def itls(answer: Answer) -> list[float]:
+def itls(answer: TimedAnswer) -> list[float]:
     """The gaps between chunks. They equal gaps between tokens only if each chunk has one token."""
     if failure_of(answer) is not None:
         return []
@@ -94,22 +94,22 @@ def itls(answer: Answer) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def ttft_from_schedule(answer: Answer) -> float | None:
+def ttft_from_schedule(answer: TimedAnswer) -> float | None:
     """From the request's scheduled time to the first token, including a wait for max_concurrency."""
     return _since(answer.planned, answer, answer.chunks)
 
 
-def e2el_from_schedule(answer: Answer) -> float | None:
+def e2el_from_schedule(answer: TimedAnswer) -> float | None:
     """From the request's scheduled time to the last token, including a wait for max_concurrency."""
     return _since(answer.planned, answer, answer.chunks[-1:])
 
 
-def queue_time(answer: Answer) -> float | None:
+def queue_time(answer: TimedAnswer) -> float | None:
     """Seconds from the planned time to sending: the delay by max_concurrency, or by this client."""
     return None if answer.sent is None or failure_of(answer) is not None else max(0.0, answer.sent - answer.planned)
 
 
-def output_tokens(answer: Answer, counts: Counts | None = None) -> Tokens:
+def output_tokens(answer: TimedAnswer, counts: TextEncoder | None = None) -> Tokens:
     """Tokens of an answer, including thinking and tool calls, from the best available source.
 
     counts: counts tokens if the server does not report them.
@@ -124,26 +124,26 @@ def output_tokens(answer: Answer, counts: Counts | None = None) -> Tokens:
     return Tokens(count=len(answer.chunks), source="chunk count")
 
 
-def input_tokens(answer: Answer) -> int:
+def input_tokens(answer: TimedAnswer) -> int:
     """Tokens of the prompt: the server's count, else the count from the request's creation, else 0."""
     said = None if answer.usage is None else answer.usage.prompt_tokens
     return said if said is not None else answer.ask.prompt_tokens or 0
 
 
-def texts(answer: Answer) -> list[str]:
+def texts(answer: TimedAnswer) -> list[str]:
     """All generated text, in parts: thinking, answer, names and arguments of tool calls."""
     calls = [str(call.get(part) or "") for call in answer.calls for part in ("name", "arguments")]
     return [part for part in (answer.thinking, answer.text, *calls) if part]
 
 
-def _since(start: float | None, answer: Answer, chunks: Sequence[Chunk]) -> float | None:
+def _since(start: float | None, answer: TimedAnswer, chunks: Sequence[StreamChunk]) -> float | None:
     return None if start is None or not chunks or failure_of(answer) is not None else chunks[0].at - start
 
 
 # ------------------------------------------------------------------------------------------------------ many answers
 
 # Names as in the keys. e2el_including_client_queue is vLLM's name for our e2el_from_schedule.
-MEASURES: dict[str, Callable[[Answer], float | None]] = {
+MEASURES: dict[str, Callable[[TimedAnswer], float | None]] = {
     "ttft": ttft,
     "tpot": tpot,
     "e2el": e2el,
@@ -158,13 +158,19 @@ NAMES = (*MEASURES, "itl")
 SLOS = ("ttft", "tpot", "e2el", "answer_ttft")
 
 
-def values(answers: Iterable[Answer], name: str, counts: Counts | None = None) -> list[float]:
+def values(answers: Iterable[TimedAnswer], name: str, counts: TextEncoder | None = None) -> list[float]:
     """The measure `name` (of NAMES) in seconds, of every answer that has it; itl: the gaps of all answers."""
     if name == "itl":
         return [gap for answer in answers for gap in itls(answer)]
     measure = MEASURES[name]
     found = (tpot(answer, counts) if name == "tpot" else measure(answer) for answer in answers)
     return [value for value in found if value is not None]
+
+
+def percentile(seconds: Iterable[float | None], p: float) -> float | None:
+    """Interpolated linearly, over the values that are known; None if there is none."""
+    known = [value for value in seconds if value is not None]
+    return float(np.percentile(known, p)) if known else None
 
 
 def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, Any]:
@@ -181,12 +187,12 @@ def statistics(name: str, seconds: Sequence[float], percentiles: Sequence[float]
 
 
 def figures(
-    run: Run,
+    run: LoadRun,
     *,
     percentiles: Sequence[float] = PERCENTILES,
     names: Sequence[str] = ("ttft", "tpot", "itl", "e2el"),
     goodput: Mapping[str, float] | None = None,
-    counts: Counts | None = None,
+    counts: TextEncoder | None = None,
 ) -> dict[str, Any]:
     """The figures under vLLM's keys, including the per-request lists (LISTS); times per request are in seconds.
 
@@ -240,13 +246,13 @@ def figures(
 LISTS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
 
 
-def error_of(answer: Answer) -> str:
+def error_of(answer: TimedAnswer) -> str:
     """One line on why an answer failed; empty if it succeeded."""
     kind = failure_of(answer)
     return "" if kind is None else answer.error or ("the answer ended without any token" if kind == "empty" else kind)
 
 
-def spread(answer: Answer, counts: Counts | None = None) -> list[tuple[float, float]]:
+def spread(answer: TimedAnswer, counts: TextEncoder | None = None) -> list[tuple[float, float]]:
     """(time, tokens) of each chunk. If events do not report tokens, each gets the same share of the total."""
     said = [chunk.tokens for chunk in answer.chunks if chunk.tokens is not None]
     if said and len(said) == len(answer.chunks):
@@ -255,7 +261,7 @@ def spread(answer: Answer, counts: Counts | None = None) -> list[tuple[float, fl
     return [(chunk.at, share) for chunk in answer.chunks]
 
 
-def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) -> list[float]:
+def tokens_by_second(answers: Sequence[TimedAnswer], counts: TextEncoder | None = None) -> list[float]:
     """Output tokens in each second since the first request was sent."""
     began = min((answer.sent for answer in answers if answer.sent is not None), default=0.0)
     seconds: list[float] = []
@@ -267,7 +273,7 @@ def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) ->
     return seconds
 
 
-def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
+def concurrency(answers: Iterable[TimedAnswer]) -> list[tuple[float, int]]:
     """Running requests over time, as (time, number from then on), failed ones included. Ends sort before starts."""
     changes: list[tuple[float, int]] = []
     for answer in answers:
@@ -281,7 +287,7 @@ def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
     return levels
 
 
-def keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None = None) -> bool:
+def keeps(answer: TimedAnswer, goodput: Mapping[str, float], counts: TextEncoder | None = None) -> bool:
     """Whether an answer meets every SLO target, in milliseconds by a name of SLOS. A failed answer meets none."""
 
     if failure_of(answer) is not None:

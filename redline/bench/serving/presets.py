@@ -3,7 +3,7 @@
 from typing import Any
 
 from redline.bench.serving.datasets import DatasetConfig
-from redline.bench.serving.target import Pace
+from redline.bench.serving.target import LoadPace
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -69,18 +69,18 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def with_preset(name: str | None, dataset: dict[str, Any], pace: dict[str, Any]) -> tuple[DatasetConfig, Pace]:
+def with_preset(name: str | None, dataset: dict[str, Any], pace: dict[str, Any]) -> tuple[DatasetConfig, LoadPace]:
     """The configuration and the pace of the given flags, which override those of a preset, if any.
 
-    dataset, pace: the given fields of `DatasetConfig` and `Pace`. A preset's numbers of prompts and warm-ups scale with
-    max_concurrency. Raises ConfigError for an unknown name.
+    dataset, pace: the given fields of `DatasetConfig` and `LoadPace`. A preset's numbers of prompts and warm-ups scale
+    with max_concurrency. Raises ConfigError for an unknown name.
     """
     if name is None:
-        return DatasetConfig(**dataset), Pace(**pace)
+        return DatasetConfig(**dataset), LoadPace(**pace)
     preset = PRESETS.get(name)
     if preset is None:
         raise ConfigError(f"--preset {name}: expected one of {', '.join(PRESETS)}")
     streams = pace.get("max_concurrency") or preset.streams
     whole: dict[str, Any] = {"num_prompts": preset.prompts_per_stream * streams, **preset.dataset, **dataset}
     timed: dict[str, Any] = {"warmups": preset.warmups_per_stream * streams, **pace, "max_concurrency": streams}
-    return DatasetConfig(**whole), Pace(**timed)
+    return DatasetConfig(**whole), LoadPace(**timed)

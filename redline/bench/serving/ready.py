@@ -1,14 +1,15 @@
 """Queries to a server outside the load: readiness, its list of models, its counters of speculative decoding."""
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
 from redline import clock
-from redline.bench.serving.target import Target
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -29,7 +30,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class Drafting(Record, frozen=True):
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+class DraftCounters(Record, frozen=True):
     """Counters of speculative decoding since a server's start. accepted_at: accepted drafts by their position."""
 
     drafts: int = 0  # rounds that verified drafts
@@ -37,9 +42,21 @@ class Drafting(Record, frozen=True):
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
 
+    def since(self, before: "DraftCounters") -> "DraftCounters":
+        """The counts since an earlier read. After a restart the server counts from 0."""
+        if self.drafts < before.drafts or self.tokens < before.tokens:
+            return self
+        earlier = (*before.accepted_at, *[0] * len(self.accepted_at))
+        return DraftCounters(
+            drafts=self.drafts - before.drafts,
+            tokens=self.tokens - before.tokens,
+            accepted=self.accepted - before.accepted,
+            accepted_at=tuple(now - was for now, was in zip(self.accepted_at, earlier, strict=False)),
+        )
+
 
 def models(
-    target: Target,
+    target: ServerTarget,
     seconds: float | None,
     tell: Callable[[str], object],
     *,
@@ -103,7 +120,7 @@ def _names(place: str, answer: _Answer) -> tuple[str, ...]:
         return ()
 
 
-def max_model_len(target: Target) -> int | None:
+def max_model_len(target: ServerTarget) -> int | None:
     """Maximum tokens of prompt and answer of the target's model, from the server's list of models; None: unknown."""
     try:
         with _http(target) as http:
@@ -114,7 +131,49 @@ def max_model_len(target: Target) -> int | None:
     return next((model.max_model_len for model in models if model.id == target.model), None)
 
 
-def drafting(target: Target) -> Drafting | None:
+class ServerTokenizer:
+    """The tokenizer of a server, by its route /tokenize (Redline, vLLM, SGLang). Close it after use."""
+
+    def __init__(self, target: ServerTarget) -> None:
+        """Raises ConfigError if the server has no such route."""
+        self.name = f"{target.base_url}/tokenize"
+        self._model, self._http = target.model, _http(target)
+        try:
+            self.added = 0
+            self.added = len(self.encode("of")) - (len(self.encode("of of")) - len(self.encode("of")))
+        except ConfigError:
+            self._http.close()
+            raise
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ConfigError if the server does not answer with token ids."""
+        try:
+            answer = self._http.post(self.name, json={"model": self._model, "prompt": text})
+            tokens = msgspec.json.decode(answer.content, type=_Tokenized).tokens if answer.is_success else None
+        except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.name}: {error}") from None
+        if tokens is None:
+            raise ConfigError(f"{self.name} returns {answer.status_code}")
+        return tokens[self.added :]
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._http.close()
+
+
+@contextlib.contextmanager
+def tokenizer_of(target: ServerTarget) -> Generator[ServerTokenizer | None]:
+    """The server's own tokenizer while the context is open; None if it has none."""
+    try:
+        found = ServerTokenizer(target)
+    except ConfigError:
+        yield None
+        return
+    with contextlib.closing(found):
+        yield found
+
+
+def drafting(target: ServerTarget) -> DraftCounters | None:
     """The counters of speculative decoding in a server's /metrics, under vLLM's names; None if there are none."""
     try:
         with _http(target) as http:
@@ -129,8 +188,8 @@ def drafting(target: Target) -> Drafting | None:
 _LINE = re.compile(r"vllm:spec_decode_(\w+?)(?:_total)?(\{[^\n]*\})?\s+([0-9.eE+]+)(?:\s+\d+)?$")
 
 
-def counters(text: str) -> Drafting | None:
-    """Parses `Drafting` from Prometheus' text format, summed over labels; None without counters of drafts."""
+def counters(text: str) -> DraftCounters | None:
+    """Parses `DraftCounters` from Prometheus' text format, summed over labels; None without counters of drafts."""
     found: dict[str, int] = {}
     places: dict[int, int] = {}
     for line in text.splitlines():
@@ -149,7 +208,7 @@ def counters(text: str) -> Drafting | None:
             found[name] = found.get(name, 0) + value
     if not found:
         return None
-    return Drafting(
+    return DraftCounters(
         drafts=found.get("num_drafts", 0),
         tokens=found.get("num_draft_tokens", 0),
         accepted=found.get("num_accepted_tokens", 0),
@@ -157,29 +216,25 @@ def counters(text: str) -> Drafting | None:
     )
 
 
-def drafting_figures(before: Drafting | None, after: Drafting | None) -> dict[str, Any]:
+def drafting_figures(before: DraftCounters | None, after: DraftCounters | None) -> dict[str, Any]:
     """The acceptance between two reads, under vLLM's keys; {} if the server has no counters, or had no drafts.
 
     The counters cover the whole server, including the requests of other clients.
     """
     if before is None or after is None or after.drafts <= before.drafts or after.tokens <= before.tokens:
         return {}
-    drafts, tokens = after.drafts - before.drafts, after.tokens - before.tokens
-    accepted = after.accepted - before.accepted
-    earlier = (*before.accepted_at, *[0] * len(after.accepted_at))
+    found = after.since(before)
     return {
-        "spec_decode_acceptance_rate": 100 * accepted / tokens,
-        "spec_decode_acceptance_length": 1 + accepted / drafts,
-        "spec_decode_num_drafts": drafts,
-        "spec_decode_draft_tokens": tokens,
-        "spec_decode_accepted_tokens": accepted,
-        "spec_decode_per_position_acceptance_rates": [
-            (count - was) / drafts for count, was in zip(after.accepted_at, earlier, strict=False)
-        ],
+        "spec_decode_acceptance_rate": 100 * found.accepted / found.tokens,
+        "spec_decode_acceptance_length": 1 + found.accepted / found.drafts,
+        "spec_decode_num_drafts": found.drafts,
+        "spec_decode_draft_tokens": found.tokens,
+        "spec_decode_accepted_tokens": found.accepted,
+        "spec_decode_per_position_acceptance_rates": [count / found.drafts for count in found.accepted_at],
     }
 
 
-def _http(target: Target) -> httpx.Client:
+def _http(target: ServerTarget) -> httpx.Client:
     headers = dict(target.headers)
     if target.key is not None and "authorization" not in {name.lower() for name in headers}:
         headers["Authorization"] = f"Bearer {target.key}"

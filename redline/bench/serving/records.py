@@ -1,7 +1,8 @@
 """Requests and their answers: the raw data from which all figures are computed.
 
-Times of an `Answer` are seconds on one monotonic clock, from the start of its run. These records contain raw data only:
-derived figures (TTFT, TPOT, ...) are functions in `metrics.py`, so that a saved result can be evaluated in other ways.
+Times of a `TimedAnswer` are seconds on one monotonic clock, from the start of its run. These records contain raw data
+only: derived figures (TTFT, TPOT, ...) are functions in `metrics.py`, so that a saved result can be evaluated in other
+ways.
 """
 
 from typing import Any, Literal
@@ -14,7 +15,7 @@ Kind = Literal["answer", "thinking", "tool"]
 Failure = Literal["refused", "http", "stalled", "dropped", "malformed", "server", "deadline", "skipped"]
 
 
-class Ask(Record, frozen=True):
+class LoadRequest(Record, frozen=True):
     """One request, before a dialect encodes its body.
 
     Exactly one of messages, text and ids is given. prompt_tokens: counted by the configured tokenizer; None: not
@@ -42,7 +43,7 @@ class Usage(Record, frozen=True):
     accepted_tokens: int | None = None  # completion_tokens_details.accepted_prediction_tokens, of draft tokens
 
 
-class Chunk(Record, frozen=True):
+class StreamChunk(Record, frozen=True):
     """One event of a stream with text or part of a tool call.
 
     at: when the bytes that completed it were read from the socket. characters: of its text. tokens: if the server
@@ -55,8 +56,8 @@ class Chunk(Record, frozen=True):
     tokens: int | None = None
 
 
-class Answer(Record, frozen=True):
-    """The answer to one `Ask`. A failed one contains the data received before the failure.
+class TimedAnswer(Record, frozen=True):
+    """The answer to one `LoadRequest`. A failed one contains the data received before the failure.
 
     planned: the scheduled time. taken: when the client started the request, after its planned time and the wait for
     max_concurrency; if no connection is ready, one is opened then. connected: when it had a connection; equal to taken
@@ -66,14 +67,14 @@ class Answer(Record, frozen=True):
     """
 
     index: int
-    ask: Ask
+    ask: LoadRequest
     planned: float
     taken: float | None = None
     connected: float | None = None
     sent: float | None = None
     head: float | None = None
     end: float = 0.0
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[StreamChunk, ...] = ()
     text: str = ""
     thinking: str = ""
     calls: tuple[dict[str, Any], ...] = ()  # tool calls: id, name, arguments (joined)
@@ -99,7 +100,7 @@ class GeneratorLoad(Record, frozen=True):
     late_sends: int
 
 
-class Run(Record, frozen=True):
+class LoadRun(Record, frozen=True):
     """A finished load: its answers in the order of their asks, without warm-ups.
 
     began: Unix time. seconds: from the first planned send to the last answer's end. stopped: Ctrl-C or the deadline
@@ -108,6 +109,6 @@ class Run(Record, frozen=True):
 
     began: float
     seconds: float
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedAnswer, ...]
     generator: GeneratorLoad
     stopped: bool = False

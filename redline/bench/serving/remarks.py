@@ -6,17 +6,17 @@ from statistics import median
 
 import numpy as np
 
-from redline.bench.serving.metrics import Counts, e2el, failure_of, itls, output_tokens, queue_time, values
-from redline.bench.serving.records import Answer, GeneratorLoad
-from redline.bench.serving.saved import Result
+from redline.bench.serving.metrics import TextEncoder, e2el, failure_of, itls, output_tokens, queue_time, values
+from redline.bench.serving.records import GeneratorLoad, TimedAnswer
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Words
-from redline.bench.serving.target import Pace
+from redline.bench.serving.target import LoadPace
 
 # Thresholds from which the load generator counts as a limit: share of a core, seconds, share of requests.
 MOST_CPU, MOST_LAG_S, MOST_LATE = 0.9, 0.005, 0.01
 
 
-def remarks(result: Result) -> list[Words]:
+def remarks(result: BenchResult) -> list[Words]:
     """Remarks on a load; those that make its figures doubtful are warnings."""
     good = [answer for answer in result.answers if failure_of(answer) is None]
     found = [Words(text=note) for note in result.notes]
@@ -40,7 +40,7 @@ def remarks(result: Result) -> list[Words]:
     return found
 
 
-def generator_remark(generator: GeneratorLoad, answers: Sequence[Answer]) -> Words:
+def generator_remark(generator: GeneratorLoad, answers: Sequence[TimedAnswer]) -> Words:
     """Whether the load generator was the limit, with its CPU share and lag."""
     gaps = [gap for gap in values(answers, "itl") if gap > 0]
     share = f", {generator.lag_p50 / median(gaps):.1%} of the median ITL" if gaps else ""
@@ -69,7 +69,7 @@ def generator_remark(generator: GeneratorLoad, answers: Sequence[Answer]) -> Wor
     return Words(text=text, warning=True)
 
 
-def schedule_remark(pace: Pace, good: Sequence[Answer]) -> Words:
+def schedule_remark(pace: LoadPace, good: Sequence[TimedAnswer]) -> Words:
     """What latencies from the time of sending leave out: coordinated omission."""
     if not scheduled(pace):
         many = "no limit" if pace.max_concurrency is None else f"at most {pace.max_concurrency} concurrent"
@@ -90,12 +90,12 @@ def schedule_remark(pace: Pace, good: Sequence[Answer]) -> Words:
     return Words(text=text, warning=True)
 
 
-def scheduled(pace: Pace) -> bool:
+def scheduled(pace: LoadPace) -> bool:
     """Whether requests have scheduled times: a rate or a ramp, instead of a concurrency limit alone."""
     return pace.ramp is not None or math.isfinite(pace.rate)
 
 
-def uncounted(answers: Iterable[Answer], counts: Counts | None = None) -> int:
+def uncounted(answers: Iterable[TimedAnswer], counts: TextEncoder | None = None) -> int:
     """Number of answers without a token count, neither by the server nor by a vocabulary."""
     good = (answer for answer in answers if failure_of(answer) is None)
     return sum(output_tokens(answer, counts).source == "chunk count" for answer in good)
@@ -110,7 +110,7 @@ def uncounted_remarks(many: int, whose: str = "") -> list[Words]:
     return [Words(text=text, warning=True)] if many else []
 
 
-def _chunk_remarks(good: Sequence[Answer]) -> list[Words]:
+def _chunk_remarks(good: Sequence[TimedAnswer]) -> list[Words]:
     found: list[Words] = []
     chunks = sum(len(answer.chunks) for answer in good)
     tokens = [output_tokens(answer) for answer in good]
@@ -129,7 +129,7 @@ def _chunk_remarks(good: Sequence[Answer]) -> list[Words]:
     return found
 
 
-def _eos_remarks(good: Sequence[Answer], ignore_eos: bool) -> list[Words]:
+def _eos_remarks(good: Sequence[TimedAnswer], ignore_eos: bool) -> list[Words]:
     short = [answer for answer in good if output_tokens(answer).count < answer.ask.max_tokens]
     if not ignore_eos or not short:
         return []

@@ -3,15 +3,14 @@
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from redline.bench.serving import metrics
 from redline.bench.serving.page import render
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Heading, Plot, Section, Series, Table
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Heading, Plot, Section, Series, Table, floats
 from redline.bench.serving.serve_page import heading
 from redline.errors import ConfigError
 
@@ -30,18 +29,18 @@ MERGED = ("sweep", "accept")  # kinds in which the plots of all results have the
 CDF_POINTS = 300
 
 
-def sections_of(result: Result) -> list[Section]:
+def sections_of(result: BenchResult) -> list[Section]:
     """The sections of one result. Raises ConfigError if its kind is unknown or its content incomplete."""
     if result.kind not in SECTIONS:
         raise ConfigError(f"a result of kind {result.kind!r}: expected one of {', '.join(SECTIONS)}")
-    make: Callable[[Result], list[Section]] = resolve_name(SECTIONS[result.kind])
+    make: Callable[[BenchResult], list[Section]] = resolve_name(SECTIONS[result.kind])
     try:
         return make(result)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a result of kind {result.kind} is incomplete: {error}") from error
 
 
-def page_of(results: Sequence[tuple[str, Result]], title: str = "") -> str:
+def page_of(results: Sequence[tuple[str, BenchResult]], title: str = "") -> str:
     """The page of results, each with the name of its file. title: default: describes the results.
 
     Raises the errors of `sections_of`.
@@ -55,7 +54,7 @@ def page_of(results: Sequence[tuple[str, Result]], title: str = "") -> str:
     return render(title, sections_of(result), subtitle=subtitle, provenance=provenance_of(result))
 
 
-def sections_together(results: Sequence[tuple[str, Result]]) -> list[Section]:
+def sections_together(results: Sequence[tuple[str, BenchResult]]) -> list[Section]:
     """The comparison, then the sections of each result under its name, then the provenance of each."""
     names = names_of(results)
     named = list(zip(names, (result for _, result in results), strict=True))
@@ -69,7 +68,7 @@ def sections_together(results: Sequence[tuple[str, Result]]) -> list[Section]:
     return [*found, Heading(text="Where the numbers come from"), _origins(named)]
 
 
-def compared(results: Sequence[tuple[str, Result]]) -> list[Section]:
+def compared(results: Sequence[tuple[str, BenchResult]]) -> list[Section]:
     """A table and plots over all results; empty if the kinds differ or there is only one result."""
     named = list(zip(names_of(results), (result for _, result in results), strict=True))
     kinds = {result.kind for _, result in named}
@@ -77,7 +76,7 @@ def compared(results: Sequence[tuple[str, Result]]) -> list[Section]:
     return _compared(named, parts, kinds)
 
 
-def names_of(results: Sequence[tuple[str, Result]]) -> list[str]:
+def names_of(results: Sequence[tuple[str, BenchResult]]) -> list[str]:
     """A unique name per result: label, model or server, whichever distinguishes all; else the file name."""
     for choices in (
         [str(result.figures.get("label") or "") for _, result in results],
@@ -91,7 +90,7 @@ def names_of(results: Sequence[tuple[str, Result]]) -> list[str]:
     return [f"{name} ({place})" for place, (name, _) in enumerate(results, 1)]
 
 
-def provenance_of(result: Result) -> list[tuple[str, str]]:
+def provenance_of(result: BenchResult) -> list[tuple[str, str]]:
     """Names and values for a page's foot: command, server, machine, versions, commit, date."""
     found = [("command", shlex.join(result.command)), ("server", _where(result))]
     for name, value in result.provenance.items():
@@ -103,7 +102,7 @@ def provenance_of(result: Result) -> list[tuple[str, str]]:
 
 
 def _compared(
-    named: Sequence[tuple[str, Result]], parts: Sequence[tuple[str, Sequence[Section]]], kinds: set[str]
+    named: Sequence[tuple[str, BenchResult]], parts: Sequence[tuple[str, Sequence[Section]]], kinds: set[str]
 ) -> list[Section]:
     if len(named) < 2:
         return []
@@ -130,7 +129,7 @@ COLUMNS = {
 }
 
 
-def _loads(named: Sequence[tuple[str, Result]]) -> Table:
+def _loads(named: Sequence[tuple[str, BenchResult]]) -> Table:
     keys = [key for key in COLUMNS if any(_figure(result, key) is not None for _, result in named)]
     rows = [
         (name, *("" if (value := _figure(result, key)) is None else format(value, COLUMNS[key][1]) for key in keys))
@@ -139,7 +138,7 @@ def _loads(named: Sequence[tuple[str, Result]]) -> Table:
     return Table(title="All of them", columns=("", *(COLUMNS[key][0] for key in keys)), rows=tuple(rows))
 
 
-def _trade(named: Sequence[tuple[str, Result]]) -> list[Plot]:
+def _trade(named: Sequence[tuple[str, BenchResult]]) -> list[Plot]:
     """Total throughput against interactivity of one user."""
     known = [
         (name, 1000 / tpot, throughput, result)
@@ -163,7 +162,7 @@ def _trade(named: Sequence[tuple[str, Result]]) -> list[Plot]:
     ]
 
 
-def _distributions(named: Sequence[tuple[str, Result]]) -> list[Plot]:
+def _distributions(named: Sequence[tuple[str, BenchResult]]) -> list[Plot]:
     found: list[Plot] = []
     for measure, title in (
         ("ttft", "Time to first token (TTFT)"),
@@ -184,10 +183,10 @@ def _cdf(name: str, seconds: Sequence[float]) -> Series:
     if not seconds:
         return Series(name=name, x=(), y=())
     shares = np.linspace(0, 1, max(2, min(CDF_POINTS, len(seconds))))
-    return Series(name=name, x=_floats(np.quantile(seconds, shares) * 1000), y=_floats(shares * 100))
+    return Series(name=name, x=floats(np.quantile(seconds, shares) * 1000), y=floats(shares * 100))
 
 
-def _rates(named: Sequence[tuple[str, Result]]) -> list[Plot]:
+def _rates(named: Sequence[tuple[str, BenchResult]]) -> list[Plot]:
     series: list[Series] = []
     for name, result in named:
         good = [answer for answer in result.answers if metrics.failure_of(answer) is None]
@@ -201,7 +200,7 @@ def _rates(named: Sequence[tuple[str, Result]]) -> list[Plot]:
     return [Plot(title="Output tokens per second", x_label=label, y_label="tokens/s", series=tuple(series))]
 
 
-def _figure(result: Result, key: str) -> float | None:
+def _figure(result: BenchResult, key: str) -> float | None:
     value = result.figures.get(key)
     return float(value) if isinstance(value, int | float) else None
 
@@ -235,24 +234,20 @@ def merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
 # -------------------------------------------------------------------------------------------------- provenance
 
 
-def _origins(named: Sequence[tuple[str, Result]]) -> Table:
+def _origins(named: Sequence[tuple[str, BenchResult]]) -> Table:
     origins = [dict(provenance_of(result)) for _, result in named]
     keys = list(dict.fromkeys(key for origin in origins for key in origin))
     rows = [(name, *(origin.get(key, "") for key in keys)) for (name, _), origin in zip(named, origins, strict=True)]
     return Table(title="Provenance", columns=("", *keys), rows=tuple(rows))
 
 
-def _model(result: Result) -> str:
+def _model(result: BenchResult) -> str:
     return str(result.figures.get("model_id") or result.target.get("model") or "")
 
 
-def _server(result: Result) -> str:
+def _server(result: BenchResult) -> str:
     return str(result.target.get("base_url") or "")
 
 
-def _where(result: Result) -> str:
+def _where(result: BenchResult) -> str:
     return " at ".join(part for part in (_model(result), _server(result)) if part)
-
-
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from redline.bench.serving.metrics import LISTS
-from redline.bench.serving.records import Answer, Ask, Chunk, Failure, GeneratorLoad, Kind, Usage
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.records import Failure, GeneratorLoad, Kind, LoadRequest, StreamChunk, TimedAnswer, Usage
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.disk import save as save_bytes
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -28,7 +28,7 @@ _LETTERS: dict[Kind, str] = {"answer": "a", "thinking": "t", "tool": "c"}
 _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
 
 
-class Result(Record, frozen=True):
+class BenchResult(Record, frozen=True):
     """The result of a `redline bench` command that measured over HTTP.
 
     kind: the command, such as serve; `vllm` for a file of vLLM's client. figures: by key; for kind serve they are
@@ -42,16 +42,16 @@ class Result(Record, frozen=True):
     provenance: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     target: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     dataset: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    pace: Pace | None = None
+    pace: LoadPace | None = None
     generator: GeneratorLoad | None = None
     began: float = 0.0
     stopped: bool = False
     notes: tuple[str, ...] = ()
     details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[TimedAnswer, ...] = ()
 
 
-class Row(Record, frozen=True, omit_defaults=True):
+class SavedRow(Record, frozen=True, omit_defaults=True):
     """One request in a file. kinds: run lengths of chunk kinds, such as t12a30: 12 of thinking, 30 of the answer; c is
     a tool call. Texts are saved only if requested."""
 
@@ -79,25 +79,7 @@ class Row(Record, frozen=True, omit_defaults=True):
     calls: tuple[dict[str, Any], ...] = ()
 
 
-class _Ours(Record, frozen=True):
-    """The content of the key `redline`."""
-
-    format: int
-    kind: str
-    command: tuple[str, ...]
-    provenance: dict[str, Any]
-    target: dict[str, Any]
-    dataset: dict[str, Any]
-    pace: dict[str, Any] | None
-    generator: GeneratorLoad | None
-    began: float
-    stopped: bool
-    notes: tuple[str, ...]
-    details: dict[str, Any]
-    rows: tuple[Row, ...]
-
-
-def save(path: Path, result: Result, *, detailed: bool = False) -> None:
+def save(path: Path, result: BenchResult, *, detailed: bool = False) -> None:
     """Writes a result as JSON, atomically. Raises ConfigError if the file cannot be written.
 
     detailed: includes vLLM's per-request lists at the top level, and texts.
@@ -105,34 +87,23 @@ def save(path: Path, result: Result, *, detailed: bool = False) -> None:
     save_bytes(path, encode(result, detailed=detailed))
 
 
-def encode(result: Result, *, detailed: bool = False) -> bytes:
+def encode(result: BenchResult, *, detailed: bool = False) -> bytes:
     """The JSON of a result, with one line per key and per row."""
-    ours = _Ours(
-        format=FORMAT,
-        kind=result.kind,
-        command=result.command,
-        provenance=result.provenance,
-        target=result.target,
-        dataset=result.dataset,
-        pace=None if result.pace is None else _finite(msgspec.to_builtins(result.pace)),
-        generator=result.generator,
-        began=result.began,
-        stopped=result.stopped,
-        notes=result.notes,
-        details=result.details,
-        rows=tuple(row_of(answer, texts=detailed) for answer in result.answers),
-    )
+    ours: dict[str, Any] = {"format": FORMAT}
+    ours |= msgspec.to_builtins(msgspec.structs.replace(result, figures={}, pace=None, answers=()))
+    ours["pace"] = None if result.pace is None else _finite(msgspec.to_builtins(result.pace))
+    del ours["figures"], ours["answers"]
+    rows = b",\n  ".join(msgspec.json.encode(row_of(answer, texts=detailed)) for answer in result.answers)
     left_out = () if detailed else LISTS
     figures = {key: value for key, value in result.figures.items() if key not in left_out}
     top = [_member(key, value) for key, value in _finite(figures).items()]
-    members = [_member(key, value) for key, value in msgspec.to_builtins(ours).items() if key != "rows"]
-    rows = b",\n  ".join(map(msgspec.json.encode, ours.rows))
+    members = [_member(key, value) for key, value in ours.items()]
     members.append(b'"rows": [\n  ' + rows + b"\n ]")
     top.append(b'"redline": {\n ' + b",\n ".join(members) + b"}")
     return b"{" + b",\n".join(top) + b"}\n"
 
 
-def read(path: Path) -> Result:
+def read(path: Path) -> BenchResult:
     """Reads the result in a file of Redline or of vLLM's client.
 
     The latter has kind `vllm`. It contains answers if it was saved with --save-detailed; all their events count as
@@ -155,30 +126,17 @@ def read(path: Path) -> Result:
     if ours is None:
         if not {"duration", "completed", "model_id"} <= set(figures):
             raise ConfigError(f"{path}: is neither a result of `redline bench` nor one of `vllm bench serve`")
-        return Result(kind="vllm", figures=figures, answers=_answers_of_vllm(path, figures))
-    if isinstance(ours, dict) and ours.get("format", FORMAT) != FORMAT:  # pyright: ignore[reportUnknownMemberType]
-        raise ConfigError(f"{path}: has format {ours['format']}, but this version of Redline reads format {FORMAT}")
+        return BenchResult(kind="vllm", figures=figures, answers=_answers_of_vllm(path, figures))
     try:
-        kept = msgspec.convert(ours, _Ours)
-        pace = None if kept.pace is None else msgspec.convert(_infinite(kept.pace), Pace)
-        answers = tuple(map(answer_of, kept.rows))
-    except (msgspec.ValidationError, ValueError) as error:
+        kept = msgspec.convert(ours, dict[str, Any])
+        if (version := kept.pop("format", FORMAT)) != FORMAT:
+            raise ConfigError(f"{path}: has format {version}, but this version of Redline reads format {FORMAT}")
+        kept["pace"] = kept.get("pace") and _infinite(kept["pace"])
+        answers = tuple(map(answer_of, msgspec.convert(kept.pop("rows", None), list[SavedRow])))
+        result = msgspec.convert({**kept, "figures": {}}, BenchResult)
+    except (AttributeError, msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{path}: its key `redline` is invalid: {error}") from None
-    return Result(
-        kind=kept.kind,
-        figures=figures,
-        command=kept.command,
-        provenance=kept.provenance,
-        target=kept.target,
-        dataset=kept.dataset,
-        pace=pace,
-        generator=kept.generator,
-        began=kept.began,
-        stopped=kept.stopped,
-        notes=kept.notes,
-        details=kept.details,
-        answers=answers,
-    )
+    return msgspec.structs.replace(result, figures=figures, answers=answers)
 
 
 class _Detailed(msgspec.Struct):
@@ -192,7 +150,7 @@ class _Detailed(msgspec.Struct):
     errors: list[str]
 
 
-def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
+def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[TimedAnswer, ...]:
     if not set(_Detailed.__struct_fields__) <= set(figures):
         return ()
     try:
@@ -202,18 +160,18 @@ def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{path}: its per-request lists are invalid: {error}") from None
     began = min(lists.start_times, default=0.0)
-    made: list[Answer] = []
+    made: list[TimedAnswer] = []
     for index, (start, first, gaps, (prompt, tokens, error)) in enumerate(rows):
         sent = start - began
         times = [] if error else list(accumulate(gaps, initial=sent + first))
         made.append(
-            Answer(
+            TimedAnswer(
                 index=index,
-                ask=Ask(max_tokens=max(1, tokens), text="", prompt_tokens=prompt),
+                ask=LoadRequest(max_tokens=max(1, tokens), text="", prompt_tokens=prompt),
                 planned=sent,
                 sent=sent,
                 end=times[-1] if times else sent,
-                chunks=tuple(Chunk(at=at, kind="answer", characters=0) for at in times),
+                chunks=tuple(StreamChunk(at=at, kind="answer", characters=0) for at in times),
                 usage=Usage(prompt_tokens=prompt, completion_tokens=tokens),
                 failure="server" if error else None,
                 error=error.strip().splitlines()[-1] if error.strip() else None,
@@ -225,7 +183,7 @@ def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
 # ------------------------------------------------------------------------------------------------------------ secrets
 
 
-def without_secrets(target: Target) -> dict[str, Any]:
+def without_secrets(target: ServerTarget) -> dict[str, Any]:
     """A target for saving: without key, header values, and body fields with names that suggest secrets."""
     kept: dict[str, Any] = msgspec.to_builtins(target)
     kept["key"] = None if target.key is None else "given"
@@ -284,12 +242,12 @@ def _secret(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def row_of(answer: Answer, *, texts: bool = False) -> Row:
+def row_of(answer: TimedAnswer, *, texts: bool = False) -> SavedRow:
     """The row of an answer; its prompt and its own fields of the body are not saved."""
     instants = [round(chunk.at * 1e6) for chunk in answer.chunks]
     known = any(chunk.tokens is not None for chunk in answer.chunks)
     kinds: list[Kind] = [chunk.kind for chunk in answer.chunks]
-    return Row(
+    return SavedRow(
         index=answer.index,
         max_tokens=answer.ask.max_tokens,
         planned=round(answer.planned * 1000, 3),
@@ -315,7 +273,7 @@ def row_of(answer: Answer, *, texts: bool = False) -> Row:
     )
 
 
-def answer_of(row: Row) -> Answer:
+def answer_of(row: SavedRow) -> TimedAnswer:
     """The answer of a row; its prompt is empty text. Raises ValueError if the row is inconsistent."""
     kinds = _kinds(row.kinds, len(row.chunks))
     tokens = row.tokens or (None,) * len(row.chunks)
@@ -323,16 +281,16 @@ def answer_of(row: Row) -> Answer:
         raise ValueError(f"request {row.index}: its chunks, characters and tokens differ in number")
     instants = accumulate(round(delta * 1000) for delta in row.chunks)
     chunks = zip(instants, kinds, row.characters, tokens, strict=True)
-    return Answer(
+    return TimedAnswer(
         index=row.index,
-        ask=Ask(max_tokens=row.max_tokens, text="", prompt_tokens=row.prompt_tokens, name=row.name),
+        ask=LoadRequest(max_tokens=row.max_tokens, text="", prompt_tokens=row.prompt_tokens, name=row.name),
         planned=row.planned / 1000,
         taken=_seconds(row.taken),
         connected=_seconds(row.connected),
         sent=_seconds(row.sent),
         head=_seconds(row.head),
         end=row.end / 1000,
-        chunks=tuple(Chunk(at=at / 1e6, kind=kind, characters=many, tokens=n) for at, kind, many, n in chunks),
+        chunks=tuple(StreamChunk(at=at / 1e6, kind=kind, characters=many, tokens=n) for at, kind, many, n in chunks),
         text=row.text,
         thinking=row.thinking,
         calls=row.calls,

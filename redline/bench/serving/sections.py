@@ -1,5 +1,6 @@
 """The sections of a page of results. Each command returns them for its results; `page.py` renders them."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from redline.messages.base import Record
@@ -17,7 +18,7 @@ class Series(Record, frozen=True):
     style: Literal["line", "points", "line and points", "steps", "bars"] = "line"
 
 
-class Mark(Record, frozen=True):
+class PlotMark(Record, frozen=True):
     """A labelled line across a plot (x or y alone) or a labelled point (both)."""
 
     text: str
@@ -32,7 +33,7 @@ class Plot(Record, frozen=True, tag=True):
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[PlotMark, ...] = ()
     log_x: bool = False
     log_y: bool = False
     note: str = ""
@@ -61,3 +62,15 @@ class Heading(Record, frozen=True, tag=True):
 
 
 Section = Plot | Table | Words | Heading
+
+
+def cell(value: float | None) -> str:
+    """A number of a table, with three digits at least."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def floats(values: Iterable[float]) -> tuple[float, ...]:
+    """Coordinates of a plot, such as those of a numpy array."""
+    return tuple(map(float, values))

@@ -10,10 +10,10 @@ import numpy as np
 
 from redline.bench.serving import metrics
 from redline.bench.serving.metrics import UNFINISHED, failure_of
-from redline.bench.serving.records import Answer
+from redline.bench.serving.records import TimedAnswer
 from redline.bench.serving.remarks import remarks
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Plot, Section, Series, Table, Words
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Plot, Section, Series, Table, Words, floats
 
 ROWS = {
     "ttft": "TTFT, to the first token",
@@ -31,13 +31,13 @@ MOST_ROWS = 20  # failures and mismatches listed individually, at most
 CDF_POINTS = 400
 
 
-def serve_sections(result: Result) -> list[Section]:
+def serve_sections(result: BenchResult) -> list[Section]:
     """Heading, tables, remarks, plots; for a result of vLLM's client, those that its keys allow."""
     begin = Words(text=heading(result))
     return [begin, *serve_tables(result), *remarks(result), *serve_plots(result)]
 
 
-def serve_tables(result: Result) -> list[Section]:
+def serve_tables(result: BenchResult) -> list[Section]:
     """The tables of a result, as shown in a terminal."""
     figures = result.figures
     found: list[Section] = [_throughput(figures)]
@@ -55,7 +55,7 @@ def serve_tables(result: Result) -> list[Section]:
     return found
 
 
-def heading(result: Result) -> str:
+def heading(result: BenchResult) -> str:
     """Model, server, dataset and load in one line."""
     figures = result.figures
     limit = figures.get("max_concurrency")
@@ -142,9 +142,9 @@ def _drafting(figures: dict[str, Any]) -> Table:
     return Table(title="Speculative decoding", columns=("", ""), rows=tuple(rows), note=note)
 
 
-def _failures(failed: Sequence[Answer]) -> Table:
+def _failures(failed: Sequence[TimedAnswer]) -> Table:
     """A row per kind of failure, with its requests."""
-    happened: dict[tuple[str, str], list[Answer]] = {}
+    happened: dict[tuple[str, str], list[TimedAnswer]] = {}
     for answer in failed:
         happened.setdefault((failure_of(answer) or "", metrics.error_of(answer)), []).append(answer)
     rows = [
@@ -156,7 +156,7 @@ def _failures(failed: Sequence[Answer]) -> Table:
     return Table(title=f"Failures: {kinds}", columns=columns, rows=tuple(rows), note=_rest(happened))
 
 
-def _indices(answers: Sequence[Answer]) -> str:
+def _indices(answers: Sequence[TimedAnswer]) -> str:
     shown = ", ".join(str(answer.index) for answer in answers[:4])
     return f"{shown}, ..." if len(answers) > 4 else shown
 
@@ -183,7 +183,7 @@ def _rest(rows: Sized) -> str:
 # --------------------------------------------------------------------------------------------------------------- plots
 
 
-def serve_plots(result: Result) -> list[Section]:
+def serve_plots(result: BenchResult) -> list[Section]:
     """TTFT over time, gaps between events, tokens/s and requests over time, and a timeline of requests.
 
     Empty without rows.
@@ -195,7 +195,7 @@ def serve_plots(result: Result) -> list[Section]:
     return [_first_tokens(good), *_gaps(good), _rate(good, began), _running(result.answers), _timeline(result.answers)]
 
 
-def _first_tokens(good: Sequence[Answer]) -> Plot:
+def _first_tokens(good: Sequence[TimedAnswer]) -> Plot:
     def series(name: str, of: str) -> Series:
         points = [(one, metrics.MEASURES[of](one)) for one in good]
         known = [(one, seconds) for one, seconds in points if seconds is not None]
@@ -213,18 +213,18 @@ def _first_tokens(good: Sequence[Answer]) -> Plot:
     return Plot(title="Time to first token", x_label="sent at, s", y_label="ms", series=tuple(found))
 
 
-def _gaps(good: Sequence[Answer]) -> list[Plot]:
+def _gaps(good: Sequence[TimedAnswer]) -> list[Plot]:
     gaps = np.asarray(metrics.values(good, "itl"))
     gaps = gaps[gaps > 0] * 1000
     if not len(gaps):
         return []
     shares = np.linspace(0, 1, min(CDF_POINTS, len(gaps)))
     edges = np.quantile(gaps, shares)
-    cdf = Series(name="share of gaps below", x=_floats(edges), y=_floats(shares * 100))
+    cdf = Series(name="share of gaps below", x=floats(edges), y=floats(shares * 100))
     note = "Zero gaps, between events of one read, are left out."
     logs = np.log10(gaps)
     counts, bounds = np.histogram(logs, bins=60, range=(float(logs.min()) - 0.02, float(logs.max()) + 0.02))
-    bars = Series(name="gaps", x=_floats(10 ** ((bounds[:-1] + bounds[1:]) / 2)), y=_floats(counts), style="steps")
+    bars = Series(name="gaps", x=floats(10 ** ((bounds[:-1] + bounds[1:]) / 2)), y=floats(counts), style="steps")
 
     def plot(title: str, y_label: str, series: Series) -> Plot:
         return Plot(title=title, x_label="ms", y_label=y_label, series=(series,), log_x=True, note=note)
@@ -235,7 +235,7 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
     ]
 
 
-def _rate(good: Sequence[Answer], began: float) -> Plot:
+def _rate(good: Sequence[TimedAnswer], began: float) -> Plot:
     rates = metrics.tokens_by_second(good)
     rates = rates[:-1] if len(rates) > 2 else rates  # the last second is incomplete
     seconds = tuple(began + second + 0.5 for second in range(len(rates)))
@@ -243,7 +243,7 @@ def _rate(good: Sequence[Answer], began: float) -> Plot:
     return Plot(title="Output tokens per second", x_label="s", y_label="tokens/s", series=(line,))
 
 
-def _running(answers: Sequence[Answer]) -> Plot:
+def _running(answers: Sequence[TimedAnswer]) -> Plot:
     levels = metrics.concurrency(answers)
     steps = Series(
         name="requests", x=tuple(at for at, _ in levels), y=tuple(float(many) for _, many in levels), style="steps"
@@ -251,12 +251,12 @@ def _running(answers: Sequence[Answer]) -> Plot:
     return Plot(title="Concurrent requests", x_label="s", y_label="requests", series=(steps,))
 
 
-def _timeline(answers: Sequence[Answer]) -> Plot:
+def _timeline(answers: Sequence[TimedAnswer]) -> Plot:
     sent = [answer for answer in answers if answer.sent is not None]
     good = [answer for answer in sent if failure_of(answer) is None]
     failed = [answer for answer in sent if failure_of(answer) is not None]
 
-    def series(name: str, of: Sequence[Answer]) -> Series:
+    def series(name: str, of: Sequence[TimedAnswer]) -> Series:
         firsts = [one.chunks[0].at if one.chunks else one.end for one in of]
         return Series(
             name=name,
@@ -272,12 +272,8 @@ def _timeline(answers: Sequence[Answer]) -> Plot:
     return Plot(title="Requests over time", x_label="request", y_label="s", series=tuple(found))
 
 
-def _label(answer: Answer) -> str:
+def _label(answer: TimedAnswer) -> str:
     if failure_of(answer) is not None:
         return f"request {answer.index}: {metrics.error_of(answer)}"
     tokens = metrics.output_tokens(answer).count
     return f"request {answer.index}: {metrics.input_tokens(answer):,} in, {tokens:,} out"
-
-
-def _floats(values: Any) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)

@@ -7,14 +7,13 @@ that does not; a search bisects this gap.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from redline.bench.serving.metrics import (
-    Counts,
+    TextEncoder,
     Tokens,
     e2el,
     e2el_from_schedule,
@@ -23,14 +22,15 @@ from redline.bench.serving.metrics import (
     input_tokens,
     keeps,
     output_tokens,
+    percentile,
     tpot,
     ttft,
     ttft_from_schedule,
 )
-from redline.bench.serving.records import Answer, Run
+from redline.bench.serving.records import LoadRun, TimedAnswer
 from redline.bench.serving.remarks import MOST_CPU, uncounted, uncounted_remarks
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Plot, PlotMark, Section, Series, Table, Words, cell
 from redline.messages.base import Record
 
 By = Literal["streams", "requests/s"]
@@ -42,7 +42,7 @@ MOST_HALVINGS = 6
 LOWEST = 8  # if no load meets the SLO targets, loads down to the lowest given one / LOWEST are tried
 
 
-class Row(Record, frozen=True, array_like=True):
+class PointRow(Record, frozen=True, array_like=True):
     """One request of a point. Times are in seconds; sent: since the start of the point; None if it failed before."""
 
     sent: float | None
@@ -82,7 +82,7 @@ class Point(Record, frozen=True):
     goodput: float | None
     cpu_share: float
     lag_p99: float
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PointRow, ...] = ()
     uncounted: int = 0
 
     @property
@@ -91,7 +91,7 @@ class Point(Record, frozen=True):
         return f"{self.load:g} {self.by if self.load != 1 or self.by != 'streams' else 'stream'}"
 
 
-def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Counts | None = None) -> Point:
+def point(load: float, by: By, run: LoadRun, slos: Mapping[str, float], counts: TextEncoder | None = None) -> Point:
     """The figures of one load. slos: milliseconds by name, as in `--goodput`. counts: counts tokens if needed.
 
     With a rate, TTFT and E2EL count from the scheduled time, so that a slow client does not improve the figures.
@@ -102,8 +102,8 @@ def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Coun
     good = [answer for answer in run.answers if failure_of(answer) is None]
     seconds = max(run.seconds, 1e-9)
     tokens = {answer.index: output_tokens(answer, counts) for answer in good}
-    firsts, lasts = _known(map(since_first, good)), _known(map(since_last, good))
-    each = _known(tpot(answer, counts) for answer in good)
+    firsts, lasts = [*map(since_first, good)], [*map(since_last, good)]
+    each = [tpot(answer, counts) for answer in good]
     whole = [last / tokens[a.index].count for a in good if (last := e2el(a)) is not None and tokens[a.index].count]
     kept = sum(keeps(answer, slos, counts) for answer in good)
     total = max(1, len(run.answers))
@@ -116,14 +116,14 @@ def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Coun
         output_throughput=sum(one.count for one in tokens.values()) / seconds,
         input_throughput=sum(map(input_tokens, good)) / seconds,
         request_throughput=len(good) / seconds,
-        interactivity=_inverse(_at(each, 50)),
-        interactivity_e2e_p90=_inverse(_at(whole, 90)),
-        ttft_p50=_at(firsts, 50),
-        ttft_p99=_at(firsts, 99),
-        tpot_p50=_at(each, 50),
-        tpot_p99=_at(each, 99),
-        e2el_p50=_at(lasts, 50),
-        e2el_p99=_at(lasts, 99),
+        interactivity=_inverse(percentile(each, 50)),
+        interactivity_e2e_p90=_inverse(percentile(whole, 90)),
+        ttft_p50=percentile(firsts, 50),
+        ttft_p99=percentile(firsts, 99),
+        tpot_p50=percentile(each, 50),
+        tpot_p99=percentile(each, 99),
+        e2el_p50=percentile(lasts, 50),
+        e2el_p99=percentile(lasts, 99),
         kept=kept / total if slos else None,
         goodput=kept / seconds if slos else None,
         cpu_share=run.generator.cpu_share,
@@ -133,13 +133,13 @@ def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Coun
     )
 
 
-def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
+def _row(answer: TimedAnswer, tokens: Mapping[int, Tokens]) -> PointRow:
     many = tokens[answer.index].count if answer.index in tokens else 0
 
     def rounded(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds, 6)
 
-    return Row(
+    return PointRow(
         sent=rounded(answer.sent),
         ttft=rounded(ttft(answer)),
         e2el=rounded(e2el(answer)),
@@ -152,7 +152,7 @@ def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
 # ------------------------------------------------------------------------------------------------------- the sweep
 
 
-class Plan(Record, frozen=True):
+class SweepPlan(Record, frozen=True):
     """The sweep. loads: rising. slos: targets in ms by name. attainment: share of requests that must meet them.
 
     search: bisect the gap around the limit of the SLO targets. to_the_end: measure every load, saturated or not.
@@ -166,7 +166,7 @@ class Plan(Record, frozen=True):
     to_the_end: bool = False
 
 
-def next_load(plan: Plan, points: Sequence[Point]) -> float | None:
+def next_load(plan: SweepPlan, points: Sequence[Point]) -> float | None:
     """The next load to measure, given the points so far; None: the sweep is complete. Keeps no state."""
     done = {one.load for one in points}
     rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
@@ -177,7 +177,7 @@ def next_load(plan: Plan, points: Sequence[Point]) -> float | None:
     return _halving(plan, points, done) if plan.search else None
 
 
-def _halving(plan: Plan, points: Sequence[Point], done: set[float]) -> float | None:
+def _halving(plan: SweepPlan, points: Sequence[Point], done: set[float]) -> float | None:
     good, bad = around_slo(points, plan.attainment)
     searched = sum(one.load not in plan.loads for one in points)
     if bad is None or searched >= MOST_HALVINGS:
@@ -211,7 +211,7 @@ def saturated(points: Sequence[Point]) -> bool:
 
 
 def sweep(
-    plan: Plan, points: list[Point], measure: Callable[[float], Point | None], save: Callable[[], object]
+    plan: SweepPlan, points: list[Point], measure: Callable[[float], Point | None], save: Callable[[], object]
 ) -> bool:
     """Measures the missing points and appends them to `points`; returns False if it was stopped.
 
@@ -259,13 +259,13 @@ def crossing(good: Point, bad: Point, attainment: float) -> float:
     return good.load + (bad.load - good.load) * (good.kept - attainment) / (good.kept - bad.kept)
 
 
-def verdict(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> list[str]:
+def verdict(plan: SweepPlan, points: Sequence[Point], gpus: int | None = None) -> list[str]:
     """The sweep in a few sentences: highest throughput, limit of the SLO targets, and warnings."""
     if not points:
         return ["Nothing was measured."]
     best = max(points, key=lambda one: one.output_throughput)
-    each = f" ({_number(best.output_throughput / gpus)} per GPU)" if gpus else ""
-    said = [f"Highest throughput: {_number(best.output_throughput)} output tokens/s{each} at {best.name}."]
+    each = f" ({cell(best.output_throughput / gpus)} per GPU)" if gpus else ""
+    said = [f"Highest throughput: {cell(best.output_throughput)} output tokens/s{each} at {best.name}."]
     if plan.slos:
         said.append(_slo_sentence(plan, points))
     rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
@@ -284,7 +284,7 @@ def verdict(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> lis
     return said
 
 
-def _slo_sentence(plan: Plan, points: Sequence[Point]) -> str:
+def _slo_sentence(plan: SweepPlan, points: Sequence[Point]) -> str:
     slos = ", ".join(f"{name} {bound:g} ms" for name, bound in plan.slos.items())
     of = f"{slos} for {plan.attainment:.0%} of the requests"
     good, bad = around_slo(points, plan.attainment)
@@ -292,7 +292,7 @@ def _slo_sentence(plan: Plan, points: Sequence[Point]) -> str:
         worst = "" if bad is None else f": at {bad.name} {bad.kept:.1%} met them"
         return f"SLOs ({of}): no measured load meets them{worst}."
     held = (
-        f"SLOs ({of}): met up to {good.name}, {_number(good.output_throughput)} output tokens/s and "
+        f"SLOs ({of}): met up to {good.name}, {cell(good.output_throughput)} output tokens/s and "
         f"{good.goodput:.3g} good requests/s"
     )
     if bad is None:
@@ -301,7 +301,7 @@ def _slo_sentence(plan: Plan, points: Sequence[Point]) -> str:
     return f"{held}; {bad.name} violates them ({bad.kept:.1%} met them). Interpolated limit: {about:.3g}."
 
 
-def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> Table:
+def points_table(plan: SweepPlan, points: Sequence[Point], gpus: int | None = None) -> Table:
     """A table of the points by load; those on the frontier are marked."""
     best = {one.load for one in frontier(points)}
     columns = ["", plan.by, "output tokens/s"]
@@ -320,14 +320,14 @@ def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -
         columns += ["kept", "good requests/s"]
     rows: list[tuple[str, ...]] = []
     for one in sorted(points, key=lambda one: one.load):
-        cells = ["*" if one.load in best else "", f"{one.load:g}", _number(one.output_throughput)]
+        cells = ["*" if one.load in best else "", f"{one.load:g}", cell(one.output_throughput)]
         if gpus:
-            cells.append(_number(one.output_throughput / gpus))
-        cells += [_number(one.interactivity), _number(one.interactivity_e2e_p90)]
-        cells += [_number(ms(value)) for value in (one.ttft_p50, one.ttft_p99, one.tpot_p50, one.tpot_p99)]
+            cells.append(cell(one.output_throughput / gpus))
+        cells += [cell(one.interactivity), cell(one.interactivity_e2e_p90)]
+        cells += [cell(ms(value)) for value in (one.ttft_p50, one.ttft_p99, one.tpot_p50, one.tpot_p99)]
         cells.append(f"{one.failed} of {one.failed + one.completed}" if one.failed else "")
         if plan.slos:
-            cells += ["-" if one.kept is None else f"{one.kept:.1%}", _number(one.goodput)]
+            cells += ["-" if one.kept is None else f"{one.kept:.1%}", cell(one.goodput)]
         rows.append(tuple(cells))
     since = "the request's first byte" if plan.by == "streams" else "the request's scheduled time"
     return Table(
@@ -339,9 +339,9 @@ def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -
     )
 
 
-def sweep_sections(result: Result) -> list[Section]:
+def sweep_sections(result: BenchResult) -> list[Section]:
     """A page's sections, from the result's details: plan, points, gpus."""
-    plan = msgspec.convert(result.details["plan"], Plan)
+    plan = msgspec.convert(result.details["plan"], SweepPlan)
     points = msgspec.convert(result.details["points"], list[Point])
     gpus: int | None = result.details.get("gpus")
     sections: list[Section] = [Words(text=text) for text in (*verdict(plan, points, gpus), *result.notes)]
@@ -352,7 +352,7 @@ def sweep_sections(result: Result) -> list[Section]:
     return sections
 
 
-def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plot:
+def _frontier_plot(plan: SweepPlan, points: Sequence[Point], gpus: int | None) -> Plot:
     def series(name: str, of: Sequence[Point], style: Literal["line and points", "points"]) -> Series:
         return Series(
             name=name,
@@ -365,11 +365,11 @@ def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plo
     best = frontier(points)
     loads = {one.load for one in best}
     beaten = [one for one in points if one.load not in loads and one.interactivity is not None]
-    marks: list[Mark] = []
+    marks: list[PlotMark] = []
     good, _ = around_slo(points, plan.attainment) if plan.slos else (None, None)
     if good is not None:
         marks.append(
-            Mark(
+            PlotMark(
                 text=f"SLOs met up to {good.name}", x=good.interactivity or 0.0, y=good.output_throughput / (gpus or 1)
             )
         )
@@ -383,7 +383,7 @@ def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plo
     )
 
 
-def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
+def _latency_plot(plan: SweepPlan, points: Sequence[Point]) -> Plot:
     known = sorted((one for one in points if one.ttft_p50 is not None), key=lambda one: one.load)
 
     def series(name: str, values: Sequence[float | None]) -> Series:
@@ -394,7 +394,7 @@ def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
             style="line and points",
         )
 
-    marks = [Mark(text=f"SLO {name}", y=bound) for name, bound in plan.slos.items() if name == "ttft"]
+    marks = [PlotMark(text=f"SLO {name}", y=bound) for name, bound in plan.slos.items() if name == "ttft"]
     return Plot(
         title="Time to first token by load",
         x_label=plan.by,
@@ -409,13 +409,13 @@ def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
     )
 
 
-def text_plot(plan: Plan, points: Sequence[Point], width: int = 60) -> list[str]:
+def text_plot(plan: SweepPlan, points: Sequence[Point], width: int = 60) -> list[str]:
     """One line per load: its throughput as a bar, and its interactivity."""
     most = max((one.output_throughput for one in points), default=0.0) or 1.0
     good, _ = around_slo(points, plan.attainment) if plan.slos else (None, None)
     return [
         f"{one.load:>8g} {'█' * max(1, round(one.output_throughput / most * width)):<{width}} "
-        f"{_number(one.interactivity)} tokens/s per user{'  <- SLOs' if good is one else ''}"
+        f"{cell(one.interactivity)} tokens/s per user{'  <- SLOs' if good is one else ''}"
         for one in sorted(points, key=lambda one: one.load)
     ]
 
@@ -427,23 +427,8 @@ def doubling(most: int) -> list[float]:
 
 
 def ms(seconds: float | None) -> float | None:
-    """Seconds as milliseconds."""
     return None if seconds is None else seconds * 1000
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _at(values: Sequence[float], percentile: float) -> float | None:
-    return float(np.percentile(values, percentile)) if values else None
 
 
 def _inverse(seconds: float | None) -> float | None:
     return 1 / seconds if seconds else None
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -17,7 +17,7 @@ class Patience(Record, frozen=True):
     whole: float = 6 * 3600.0  # of a whole request
 
 
-class Target(Record, frozen=True):
+class ServerTarget(Record, frozen=True):
     """A server and its API.
 
     base_url: scheme, host, port and optionally a path, such as http://127.0.0.1:8000. backend: a name of
@@ -44,7 +44,7 @@ class Ramp(Record, frozen=True):
     end: float
 
 
-class Pace(Record, frozen=True):
+class LoadPace(Record, frozen=True):
     """When requests are sent.
 
     rate: mean requests/s; inf: as soon as max_concurrency allows. burstiness: shape of the gamma distribution of the

@@ -10,11 +10,12 @@ import re
 from bisect import bisect_right
 from itertools import accumulate
 
-from redline.bench.serving.vocabulary import Vocabulary
+from redline.bench.serving.vocabulary import TextTokenizer, TextVocabulary
 from redline.errors import ConfigError
 
 _MOST_WORDS = 4096  # words used of a vocabulary: enough that a sequence of eight is unique
 _CUT = re.compile(r"(?<=[A-Za-z0-9]) (?=[A-Za-z])")
+CALIBRATED = 128  # words that are counted by a tokenizer without a vocabulary
 _FILLERS = 12  # filler words added at most, to make a natural text's count exact
 _TOKENS_PER_WORD = 1.16  # of `natural` with Python 3.11 in Kimi K2's vocabulary; used without a tokenizer
 
@@ -27,7 +28,7 @@ class RandomTexts:
     as merged. The constructor takes some tenths of a second; a text takes microseconds.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TextVocabulary) -> None:
         """Raises ConfigError if the vocabulary has no words of one token."""
         ordinary = {
             token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials
@@ -77,7 +78,54 @@ class RandomTexts:
         return turned * turns + text + self.more(missing, draw)
 
 
-def natural(tokens: int, vocabulary: Vocabulary | None, seed: int) -> str:
+class RandomWords:
+    """Texts as `RandomTexts` makes them, without a vocabulary: random words of English prose.
+
+    With a tokenizer, the tokens of CALIBRATED of the words are counted, and texts consist of these; without one, a word
+    counts as one token.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
+        """Raises the errors of the tokenizer."""
+        words: list[str] = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
+        self._first: dict[str, int] = dict.fromkeys(words, 1)
+        self._after: dict[str, int] = self._first
+        self._counted = tokenizer is not None
+        if tokenizer is not None:
+            before = len(tokenizer.encode("of"))
+            some: set[str] = {*_FILLING, *random.Random(0).sample(words, min(CALIBRATED, len(words)))}
+            self._first = {word: len(tokenizer.encode(word)) for word in sorted(some)}
+            self._after = {word: len(tokenizer.encode(f"of {word}")) - before for word in sorted(some)}
+
+    def opening(self, tokens: int, draw: random.Random) -> str:
+        """Random words for the start of a text, without a leading space."""
+        if not self._counted:
+            return self.more(tokens, draw).lstrip()
+        fitting = [word for word, count in self._first.items() if count <= tokens]
+        if not fitting:
+            return ""
+        word = draw.choice(fitting)
+        return word + self.more(tokens - self._first[word], draw)
+
+    def more(self, tokens: int, draw: random.Random) -> str:
+        """Random words, each with a leading space; the last ones are short enough for the number of tokens."""
+        found: list[str] = []
+        words: list[str] = list(self._after)
+        if not self._counted:
+            return "".join(f" {word}" for word in draw.choices(words, k=tokens))
+        while tokens > 0 and words:
+            word = draw.choice(words)
+            if self._after[word] <= tokens:
+                found.append(f" {word}")
+                tokens -= max(1, self._after[word])
+            else:
+                words = [word for word in words if self._after[word] <= tokens]
+        return "".join(found)
+
+    stretch = more
+
+
+def natural(tokens: int, vocabulary: TextTokenizer | None, seed: int) -> str:
     """English prose of exactly `tokens` tokens, different for each seed: sentences of Python's documentation.
 
     The text starts with a random number, so that no prefix cache contains it, followed by sentences in random order.

@@ -27,7 +27,7 @@ CHARACTERS_PER_TOKEN = 3.6  # of Python and English text in large vocabularies; 
 Counter = Callable[[str], int]
 
 
-class Turn(Record, frozen=True, forbid_unknown_fields=False):
+class AgentTurn(Record, frozen=True, forbid_unknown_fields=False):
     """One request, and the wait after its answer. wait_s: seconds."""
 
     messages: tuple[dict[str, Any], ...]
@@ -40,7 +40,7 @@ class Session(Record, frozen=True, forbid_unknown_fields=False):
     """Turns that share one history."""
 
     session: str
-    turns: tuple[Turn, ...]
+    turns: tuple[AgentTurn, ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
 
@@ -87,7 +87,7 @@ def encode(sessions: Sequence[Session]) -> bytes:
 # -------------------------------------------------------------------------------------------------- synthetic traces
 
 
-class Shape(Record, frozen=True):
+class TraceShape(Record, frozen=True):
     """The sizes of synthetic sessions of a coding agent. All lengths and times are medians, except context_tokens.
 
     context_tokens: maximum tokens of a session's history, answers included. output_tokens: of an answer; edits are
@@ -171,7 +171,7 @@ def by_length(text: str) -> int:
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
 
 
-def synthesize(shape: Shape, count: Counter | None = None) -> list[Session]:
+def synthesize(shape: TraceShape, count: Counter | None = None) -> list[Session]:
     """Sessions of a coding agent: a task, files read and searched, edits, tests, a summary, the next task, and so on.
 
     The same shape and version of Python give the same sessions. count: counts the tokens of a text; None: estimates
@@ -190,10 +190,10 @@ def synthesize(shape: Shape, count: Counter | None = None) -> list[Session]:
 
 
 class _Maker:
-    def __init__(self, shape: Shape, count: Counter, source: _Source, number: int) -> None:
+    def __init__(self, shape: TraceShape, count: Counter, source: _Source, number: int) -> None:
         self._shape, self._count, self._source, self._number = shape, count, source, number
         self._draw = random.Random(f"{shape.seed} {number}")
-        self._turns: list[Turn] = []
+        self._turns: list[AgentTurn] = []
         self._pending: list[dict[str, Any]] = [{"role": "system", "content": _SYSTEM}]
         self._calls = 0
         # A chat template adds tokens around every message; twelve per message are enough.
@@ -265,7 +265,7 @@ class _Maker:
         if self._used + tokens > self._shape.context_tokens:
             return False
         self._turns.append(
-            Turn(messages=tuple(self._pending), output_tokens=tokens, answer=answer, wait_s=round(wait_s, 3))
+            AgentTurn(messages=tuple(self._pending), output_tokens=tokens, answer=answer, wait_s=round(wait_s, 3))
         )
         self._pending = []
         self._used += tokens + 12

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tiktoken
 
@@ -35,43 +35,39 @@ O200K_SPECIALS = {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}
 _O200K_ADDRESS = "https://openaipublic.blob.core.windows.net/encodings/o200k_base.tiktoken"
 
 
-class Vocabulary(Protocol):
-    """Converts text to token ids and back. Text that spells a control token is encoded as text.
+class TextTokenizer(Protocol):
+    """Splits text into tokens. Text that spells a control token is encoded as text.
 
-    name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which prompts
-    never contain. added: control tokens that a server adds to plain text, such as a token at its start.
+    name: the folder, file or server that it comes from. added: control tokens that a server adds to plain text, such as
+    a token at its start; `encode` leaves them out.
     """
 
     @property
-    def name(self) -> str:
-        """The source of token counts, for results."""
-        ...
+    def name(self) -> str: ...
 
     @property
-    def size(self) -> int:
-        """The largest id plus 1."""
-        ...
+    def added(self) -> int: ...
+
+    def encode(self, text: str) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class TextVocabulary(TextTokenizer, Protocol):
+    """All tokens of a model, with their texts; invalid UTF-8 becomes U+FFFD.
+
+    size: ids are in [0, size). specials: the control tokens, which prompts never contain.
+    """
 
     @property
-    def specials(self) -> frozenset[int]:
-        """Ids of control tokens."""
-        ...
+    def size(self) -> int: ...
 
     @property
-    def added(self) -> int:
-        """Number of control tokens that a server adds to plain text."""
-        ...
+    def specials(self) -> frozenset[int]: ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, without added tokens."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; invalid UTF-8 becomes U+FFFD."""
-        ...
+    def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def open_vocabulary(path: Path) -> Vocabulary:
+def open_vocabulary(path: Path) -> TextVocabulary:
     """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, or a file.
 
     A file is one of those two or o200k_base.tiktoken. In a folder with both, tiktoken.model is used, as in serving.
@@ -97,7 +93,7 @@ def open_vocabulary(path: Path) -> Vocabulary:
     raise ConfigError(f"--tokenizer {path}: expected tiktoken.model, tokenizer.json or o200k_base.tiktoken")
 
 
-def o200k(path: Path | None = None) -> Vocabulary | None:
+def o200k(path: Path | None = None) -> TextVocabulary | None:
     """o200k_base from a file, or by default from tiktoken's cache (TIKTOKEN_CACHE_DIR); None if not found.
 
     Raises ConfigError if the given path cannot be read.
@@ -110,7 +106,7 @@ def o200k(path: Path | None = None) -> Vocabulary | None:
     return _o200k(cached) if folder and cached.is_file() else None
 
 
-def _o200k(path: Path) -> Vocabulary:
+def _o200k(path: Path) -> TextVocabulary:
     ranks = read_ranks(path)
     first = min(O200K_SPECIALS.values())
     if len(ranks) >= first:

@@ -45,7 +45,7 @@ from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.policy.synthetic import Acceptance
-from redline.worker.acceptance import Round, acceptance_length, spoken
+from redline.worker.acceptance import DraftRound, acceptance_length, spoken
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
@@ -71,12 +71,12 @@ class _Line(Chat, frozen=True, kw_only=True):
     check: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class Outcome(NamedTuple):
+class VariantOutcome(NamedTuple):
     """The result of one variant for a batch of questions."""
 
     seconds: float  # in decode steps
     tokens: int  # generated in these steps
-    rounds: list[list[Round]]  # rounds of speculation, by answer
+    rounds: list[list[DraftRound]]  # rounds of speculation, by answer
     floor_s: float = 0.0  # the floor of these steps in seconds; 0: not known
 
 
@@ -99,7 +99,7 @@ class Rate(Record, frozen=True):
     above: str | None = None  # why tokens_per_s or times is omitted; None: both are valid
 
 
-class Part(Record, frozen=True):
+class StepPart(Record, frozen=True):
     """One kind of step of the runner. ms: median milliseconds of one pass.
 
     times: the time relative to a plain step, median over the ratios of adjacent measurements.
@@ -173,7 +173,7 @@ class Asker:
         if tokens and not step.prompt:
             self._steps.append((step.ms / 1e3, tokens, floor_s))
 
-    def ask(self, questions: Sequence[Question]) -> Outcome:
+    def ask(self, questions: Sequence[Question]) -> VariantOutcome:
         """Runs all questions concurrently."""
         asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
         stop_ids = self._engine.tokenizer.stop_ids if self._ends else ()
@@ -186,7 +186,7 @@ class Asker:
         deltas = self._engine.generate(jobs)
         steps = self._steps[before:]  # a step is timed before its tokens are reported
         answers = [spoken(id, question.domain, question.tokens, deltas[id]) for id, question in asked.items()]
-        return Outcome(
+        return VariantOutcome(
             seconds=sum(seconds for seconds, _, _ in steps),
             tokens=sum(tokens for _, tokens, _ in steps),
             rounds=[list(answer.rounds) for answer in answers],
@@ -221,7 +221,7 @@ def bench_rates(
     for question in questions:
         domains[question.domain].append(question)
     for domain, members in domains.items():
-        took: dict[str, list[Outcome]] = {name: [] for name in askers}
+        took: dict[str, list[VariantOutcome]] = {name: [] for name in askers}
         for number in range(rounds):
             order = list(askers)
             random.Random(number).shuffle(order)  # no variant always runs first
@@ -259,7 +259,7 @@ class Speed(NamedTuple):
     floor_tokens_per_s: float | None
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome]) -> "Speed":
+    def of(cls, outcomes: Sequence[VariantOutcome]) -> "Speed":
         """Total tokens divided by total seconds."""
         tokens, floor_s = sum(one.tokens for one in outcomes), sum(one.floor_s for one in outcomes)
         return cls(tokens / sum(one.seconds for one in outcomes), tokens / floor_s if floor_s else None)
@@ -284,7 +284,7 @@ def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
 
 def bench_parts(
     model: K2, drafter: Eagle3 | None, batches: Sequence[int], context: int, repeats: int
-) -> Iterator[Part]:
+) -> Iterator[StepPart]:
     """Yields the time of a step by the number of tokens that each row verifies, and the time of one drafter pass.
 
     batches: rows per step. context: tokens before each row. drafter: prepared for the model; None: its pass is not
@@ -309,7 +309,7 @@ def bench_parts(
         plain = took["verify 1"]
         for name, times in took.items():
             ratio = statistics.median(mine / theirs for mine, theirs in zip(times, plain, strict=True))
-            yield Part(name=name, batch=batch, ms=statistics.median(times), times=ratio)
+            yield StepPart(name=name, batch=batch, ms=statistics.median(times), times=ratio)
 
 
 def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[], object]:

@@ -30,7 +30,7 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Depth:
+class DepthCase:
     """One case: the sizes of the step, and the routing of experts.
 
     config    of the whole step: all its layers, and the number of experts in memory
@@ -92,7 +92,7 @@ class Depth:
 
 
 @dataclass(frozen=True)
-class Stage:
+class DepthStage:
     """One op of the step.
 
     run          enqueues one launch on the current stream with the weights of the given physical layer; capturable
@@ -110,7 +110,7 @@ class Stage:
     expert_cost: Cost = NOTHING
 
 
-class Step(Protocol):
+class DepthStep(Protocol):
     """One decode step over random weights and KV pages. It can be run repeatedly: its inputs do not change."""
 
     @property
@@ -120,7 +120,7 @@ class Step(Protocol):
         ...
 
     @property
-    def ops(self) -> Sequence[Stage]:
+    def ops(self) -> Sequence[DepthStage]:
         """The ops to time one by one; empty if the step uses kernels that cannot be timed alone."""
         ...
 
@@ -140,10 +140,10 @@ class Step(Protocol):
 Progress = Callable[[int, int], object]  # (bytes of weights created, total bytes)
 
 
-Build = Callable[[Depth, Progress], Step]
+Build = Callable[[DepthCase, Progress], DepthStep]
 
 
-class OpTime(NamedTuple):
+class StageTime(NamedTuple):
     """us: microseconds per launch. cost: of one launch. launches: per step."""
 
     name: str
@@ -163,10 +163,10 @@ class Timing:
     p10_ms: float
     p90_ms: float
     experts: float
-    ops: tuple[OpTime, ...]
+    ops: tuple[StageTime, ...]
 
 
-def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Work = lambda: None) -> Timing:
+def measure_step(step: DepthStep, depth: DepthCase, repeats: int, seed: int = 0, did: Work = lambda: None) -> Timing:
     """Times the whole step `repeats` times, with new experts and other physical layers each time, then its ops.
 
     did: called after the step and after each op.
@@ -180,7 +180,7 @@ def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Wor
         def count() -> None:
             chosen.add_(distinct(step.routing[depth.dense :], depth.config.n_routed_experts))
 
-        times = sorted(_times(lambda: next(turn)(), fresh_experts, count, repeats, device))
+        times = sorted(times_of(lambda: next(turn)(), repeats, device, fresh_experts, count))
         experts = int(chosen.sum()) / (repeats + WARM_UP)
         did()
 
@@ -189,7 +189,7 @@ def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Wor
             next(turn)()
 
         per_layer = experts / max(len(chosen), 1)
-        ops: list[OpTime] = []
+        ops: list[StageTime] = []
         for stage in step.ops:
             ops.append(_op_time(stage, depth, per_layer, fresh, max(repeats // 3, 3), device))
             did()
@@ -215,7 +215,7 @@ def captured(work: Work, device: torch.device) -> Work:
     return graph.replay
 
 
-def reroute(step: Step, depth: Depth, seed: int = 0) -> Work:
+def reroute(step: DepthStep, depth: DepthCase, seed: int = 0) -> Work:
     """A callable that draws new experts for a step, in stream order; does nothing if the model's router decides.
 
     seed: the same seed gives the same sequence of draws.
@@ -228,7 +228,9 @@ def reroute(step: Step, depth: Depth, seed: int = 0) -> Work:
     return lambda: step.routing.copy_(draw(generator, *sizes, overlap))
 
 
-def _op_time(stage: Stage, depth: Depth, experts: float, fresh: Work, repeats: int, device: torch.device) -> OpTime:
+def _op_time(
+    stage: DepthStage, depth: DepthCase, experts: float, fresh: Work, repeats: int, device: torch.device
+) -> StageTime:
     """Times launches of one op, over the physical layers in turn, so that no weights are in the L2 cache. A step runs
     before each timing: the op reads the activations and the experts of the step's last layer.
 
@@ -241,28 +243,30 @@ def _op_time(stage: Stage, depth: Depth, experts: float, fresh: Work, repeats: i
         for layer in order:
             stage.run(layer)
 
-    ms = statistics.median(_times(captured(chain, device), fresh, lambda: None, repeats, device))
+    ms = statistics.median(times_of(captured(chain, device), repeats, device, fresh))
     each = stage.expert_cost
     cost = stage.cost + Cost(round(experts * each.bytes), round(experts * each.flops))
-    return OpTime(stage.name, stage.count, 1e3 * ms / len(order), cost)
+    return StageTime(stage.name, stage.count, 1e3 * ms / len(order), cost)
 
 
-def _times(work: Work, before: Work, after: Work, repeats: int, device: torch.device) -> list[float]:
-    """Milliseconds of each timed run of `work`, without `before` and `after`. On a GPU by CUDA events, with all work
-    enqueued ahead, so that the GPU never waits for Python."""
-    spans: list[tuple[Mark, Mark]] = []
+def times_of(
+    work: Work, repeats: int, device: torch.device, before: Work = lambda: None, after: Work = lambda: None
+) -> list[float]:
+    """Milliseconds of each timed run of `work`, without `before` and `after`, after WARM_UP runs. On a GPU by CUDA
+    events, with all work enqueued ahead, so that the GPU never waits for Python."""
+    spans: list[tuple[TimeMark, TimeMark]] = []
     for _ in range(WARM_UP + repeats):
         before()
-        start = Mark(device)
+        start = TimeMark(device)
         work()
-        spans.append((start, Mark(device)))
+        spans.append((start, TimeMark(device)))
         after()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [start.until(end) for start, end in spans[WARM_UP:]]
 
 
-class Mark:
+class TimeMark:
     """A time mark: a CUDA event on the current stream, or the CPU's clock."""
 
     def __init__(self, device: torch.device) -> None:
@@ -272,7 +276,7 @@ class Mark:
             self._event.record()
         self._seconds = clock.perf_counter()
 
-    def until(self, end: "Mark") -> float:
+    def until(self, end: "TimeMark") -> float:
         """Milliseconds from this mark to `end`."""
         if self._event is not None and end._event is not None:
             return self._event.elapsed_time(end._event)
@@ -292,10 +296,10 @@ def depth_of(
     kv_dtype: torch.dtype,
     overlap: float | None,
     ranks: int = 1,
-) -> Depth:
+) -> DepthCase:
     """The case of a config with `layers` layers. experts: per layer; None: the number in the config."""
     changed = replace(config, num_hidden_layers=layers, n_routed_experts=experts or config.n_routed_experts)
-    return Depth(
+    return DepthCase(
         shape=shape,
         config=changed,
         physical=physical,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redline.bench.step.depth import Depth, Progress, Stage
-from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth import DepthCase, DepthStage, Progress
+from redline.bench.step.depth_fit import DepthMemory
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Moe
@@ -34,10 +34,10 @@ class CpuStep:
     progress: called with (bytes of weights created, total bytes).
     """
 
-    def __init__(self, depth: Depth, progress: Progress) -> None:
+    def __init__(self, depth: DepthCase, progress: Progress) -> None:
         config = depth.config
         random = CpuWeights(config, torch.Generator().manual_seed(0))
-        whole = Memory(depth).weights
+        whole = DepthMemory(depth).weights
         self._depth = depth
         self._ids = torch.randint(config.vocab_size, (depth.rows * depth.tokens,), generator=random.generator)
         self._embedding_VD = random.normal(config.vocab_size, config.hidden_size).to(torch.bfloat16)
@@ -53,7 +53,7 @@ class CpuStep:
             config.num_hidden_layers, self._ids.shape[0], config.num_experts_per_tok, dtype=torch.int32
         )
         self.captures: Sequence[Callable[[], object]] = (self.run,)
-        self.ops: Sequence[Stage] = _Ops(depth, self._blocks, self._inputs, self._planes, self._head).stages()
+        self.ops: Sequence[DepthStage] = _Ops(depth, self._blocks, self._inputs, self._planes, self._head).stages()
 
     def run(self) -> Tensor:
         """Logits, float32 [T, vocabulary]."""
@@ -83,7 +83,7 @@ class _Ops:
     """Each op on its own, on activations of a step's shape."""
 
     def __init__(
-        self, depth: Depth, blocks: Sequence[Block], inputs: Inputs, planes: Sequence[Tensor], head: Matrix
+        self, depth: DepthCase, blocks: Sequence[Block], inputs: Inputs, planes: Sequence[Tensor], head: Matrix
     ) -> None:
         self._depth, self._blocks, self._inputs, self._planes, self._head = depth, blocks, inputs, planes, head
         self._x_TD = torch.randn(depth.rows * depth.tokens, depth.config.hidden_size)
@@ -93,35 +93,35 @@ class _Ops:
         self._o = _attend(self._q, block, inputs, planes[-1])
         self._routed = _route(self._x_TD, block.experts) if block.experts is not None else None
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[DepthStage]:
         depth, x = self._depth, self._x_TD
         layers, first = depth.config.num_hidden_layers, self._blocks[-1]
         w, inputs, plane = first.attention, self._inputs, self._planes[-1]
         queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables
         every = range(depth.physical)
         stages = [
-            Stage(
+            DepthStage(
                 "add_norm",
                 self._add_norm,
                 add_norm.op.cost(add_norm.op.args(x, x, first.mlp_norm, first.eps)),
                 2 * layers + 1,
                 every,
             ),
-            Stage(
+            DepthStage(
                 "mla_qkv",
                 self._project,
                 mla_qkv.op.cost(mla_qkv.op.args(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)),
                 layers,
                 every,
             ),
-            Stage(
+            DepthStage(
                 "mla_decode",
                 lambda layer: _attend(self._q, self._blocks[layer], inputs, self._planes[layer]),
                 mla_decode.op.cost(mla_decode.op.args(self._q, w, first.softmax_scale, *queries, plane, self._o)),
                 layers,
                 every,
             ),
-            Stage(
+            DepthStage(
                 "project_out",
                 lambda layer: linear(self._o.flatten(1), self._blocks[layer].o_proj, rounds(plane)),
                 linear.op.cost(linear.op.args(self._o.flatten(1), first.o_proj)),
@@ -132,15 +132,15 @@ class _Ops:
         if depth.dense:
             gate_up, down = self._blocks[0].shared_gate_up, self._blocks[0].shared_down
             dense = moe.op.cost(moe.op.args(x, gate_up, down, None))
-            stages.append(Stage("dense_mlp", self._mlp, dense, depth.dense, range(depth.dense)))
+            stages.append(DepthStage("dense_mlp", self._mlp, dense, depth.dense, range(depth.dense)))
         if first.experts is not None:
             stages += self._expert_stages(first, first.experts, layers - depth.dense)
         return [
             *stages,
-            Stage("head", lambda _: linear(x, self._head), linear.op.cost(linear.op.args(x, self._head)), 1),
+            DepthStage("head", lambda _: linear(x, self._head), linear.op.cost(linear.op.args(x, self._head)), 1),
         ]
 
-    def _expert_stages(self, block: Block, experts: Moe, count: int) -> list[Stage]:
+    def _expert_stages(self, block: Block, experts: Moe, count: int) -> list[DepthStage]:
         depth, x = self._depth, self._x_TD
         e = experts
         route = route_experts.op.cost(route_experts.op.args(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale))
@@ -149,8 +149,8 @@ class _Ops:
         shared = moe.op.cost(moe.op.args(x, block.shared_gate_up, block.shared_down, None))
         one = Cost(depth.expert_bytes)
         return [
-            Stage("route_experts", self._choose, route, count),
-            Stage("moe", self._mlp, shared + products, count, expert_cost=one),
+            DepthStage("route_experts", self._choose, route, count),
+            DepthStage("moe", self._mlp, shared + products, count, expert_cost=one),
         ]
 
     def _add_norm(self, layer: int) -> object:
@@ -189,7 +189,7 @@ def _route(x_TD: Tensor, experts: Moe) -> Routed:
     return Routed(e.gate_up, e.down, ids, weights)
 
 
-def _inputs(depth: Depth, ids_T: Tensor) -> Inputs:
+def _inputs(depth: DepthCase, ids_T: Tensor) -> Inputs:
     """Each row's tokens follow its context. Each row has pages of its own, in order."""
     pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
     tables = torch.arange(depth.rows * pages, dtype=torch.int32).view(depth.rows, pages)
@@ -209,7 +209,7 @@ def _inputs(depth: Depth, ids_T: Tensor) -> Inputs:
     )
 
 
-def _planes(depth: Depth, pages: int, generator: torch.Generator) -> list[Tensor]:
+def _planes(depth: DepthCase, pages: int, generator: torch.Generator) -> list[Tensor]:
     """The KV pages [pages, 64, kv width] of every layer."""
     size = pages, PAGE_TOKENS, depth.config.kv_width
     return [torch.randn(size, generator=generator).to(depth.kv_dtype) for _ in range(depth.config.num_hidden_layers)]

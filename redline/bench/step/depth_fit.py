@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.random_weights import check_in_memory
@@ -11,7 +11,7 @@ from redline.model.k2.shard import weight_bytes
 
 
 @dataclass(frozen=True)
-class Memory:
+class DepthMemory:
     """Bytes of weights and KV pages of a case.
 
     Every layer has KV pages of its own; only the physical layers have weights.
@@ -20,7 +20,7 @@ class Memory:
     grows    tokens by which a row grows during the measurement, after the first step
     """
 
-    depth: Depth
+    depth: DepthCase
     drafter: int = 0
     grows: int = 0
 
@@ -105,7 +105,7 @@ class Memory:
         return ConfigError(f"the step needs {_size(self.whole)}, but only {_size(free)} are free; use {fits}")
 
 
-def check(depth: Depth) -> None:
+def check(depth: DepthCase) -> None:
     """Raises ConfigError if the sizes of the case contradict each other."""
     config = depth.config
     check_in_memory(config, depth.physical, "alias")

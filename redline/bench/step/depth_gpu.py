@@ -11,11 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from redline.bench.step.depth import Depth, Progress, Stage, captured
-from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth import DepthCase, DepthStage, Progress, captured
+from redline.bench.step.depth_fit import DepthMemory
 from redline.kernels.by_chip import best, linear
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import FEW, MOST_DECODED, GpuBlock
+from redline.kernels.hopper.collectives.rank_links import Linked, RankLinks
+from redline.kernels.hopper.collectives.share_latents import divides
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import Pairs
@@ -27,10 +29,8 @@ from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.decode.project_a import project_a, shares
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import Linked, RankLinks
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.forced_routing import draw
@@ -50,14 +50,14 @@ class GpuStep:
 
     def __init__(
         self,
-        depth: Depth,
+        depth: DepthCase,
         progress: Progress,
         device: torch.device = CUDA,
         group: Group = ALONE,
         like: "GpuStep | None" = None,
     ) -> None:
         """group: must have `depth.ranks` ranks. like: a step to share the model with; None: build a new model."""
-        config, whole = depth.config, Memory(depth).weights
+        config, whole = depth.config, DepthMemory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
 
         def made(count: int, of: int) -> None:
@@ -81,7 +81,7 @@ class GpuStep:
             # Steps of more tokens use other kernels, and ranks that divide contexts communicate in attention: neither
             # is timed op by op.
             apart = depth.rows * depth.tokens <= MOST_DECODED and not self._divides(group)
-            self.ops: Sequence[Stage] = _Ops(self).stages() if apart else ()
+            self.ops: Sequence[DepthStage] = _Ops(self).stages() if apart else ()
 
     def run(self, rotation: int = 0) -> Tensor:
         """The argmax token of each row, int64 [T].
@@ -99,7 +99,7 @@ class GpuStep:
         return divides(links_of(group), *sizes, depth.tokens)
 
     @property
-    def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
+    def parts(self) -> tuple[DepthCase, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
         """Operands of the timed ops: the case, model, blocks by physical layer, inputs and KV pages of all layers."""
         return self._depth, self._model, self._blocks, self._inputs, self._planes
 
@@ -109,7 +109,7 @@ def links_of(group: Group) -> RankLinks | None:
     return group.links if isinstance(group, Linked) else None
 
 
-def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
+def _inputs(depth: DepthCase, model: GpuK2, routing: Tensor) -> Inputs:
     """Rows with `context` tokens before them; each token attends to all tokens before it in its row."""
     device, count = model.device, depth.rows * depth.tokens
     pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
@@ -133,7 +133,7 @@ def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
     )
 
 
-def _planes(depth: Depth, pages: int, device: torch.device) -> Tensor:
+def _planes(depth: DepthCase, pages: int, device: torch.device) -> Tensor:
     sizes = depth.config.num_hidden_layers, pages, PAGE_TOKENS, depth.config.kv_width
     planes = torch.empty(sizes, dtype=depth.kv_dtype, device=device)
     for plane in planes:
@@ -151,7 +151,7 @@ class _Ops:
         self.every = range(self.depth.physical)
         self.last = self.blocks[-1]
 
-    def attention(self, q: Tensor) -> tuple[list[Stage], Tensor]:
+    def attention(self, q: Tensor) -> tuple[list[DepthStage], Tensor]:
         """From q [T, H, N + P] to o."""
         i, w, scale = self.inputs, self.last.attention, self.last.softmax_scale
         plane, queries = self.planes[-1], (i.tokens_Q, i.slots_Q, i.lengths_Q, i.tables)
@@ -175,7 +175,9 @@ class _Ops:
         ]
         return stages, unabsorb(o, lse, w.w_uv)
 
-    def experts(self, pairs: Mapping[int, Pairs], x: Tensor, rstd: Tensor, h: Tensor, residual: Tensor) -> list[Stage]:
+    def experts(
+        self, pairs: Mapping[int, Pairs], x: Tensor, rstd: Tensor, h: Tensor, residual: Tensor
+    ) -> list[DepthStage]:
         """From the choice of experts, by layer, to the residual."""
         e, count, tokens = self.last.experts, self.layers - self.dense, self.depth.rows * self.depth.tokens
         if e is None:
@@ -208,27 +210,27 @@ class _Ops:
         routed = up(self.depth.physical - 1)
         into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
-        first = Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts))
+        first = DepthStage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts))
         if tokens > FEW and e.lists(tokens):
             rows = Cost(routed.nbytes + residual.nbytes, product_flops)
             sums = apart(self.depth.physical - 1)
             return [
                 first,
-                Stage("pairs_down", apart, rows, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
-                Stage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
+                DepthStage("pairs_down", apart, rows, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
+                DepthStage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
             ]
         return [
             first,
-            Stage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
+            DepthStage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
         ]
 
-    def head(self, x_TK: Tensor) -> Stage:
+    def head(self, x_TK: Tensor) -> DepthStage:
         head, hidden = self.model.head, x_TK[:, : self.depth.config.hidden_size]
         assert isinstance(head, Tiled)
-        return Stage("head", lambda _: self.model.logits(hidden), linear.op.cost(linear.op.args(hidden, head)), 1)
+        return DepthStage("head", lambda _: self.model.logits(hidden), linear.op.cost(linear.op.args(hidden, head)), 1)
 
-    def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
-        return Stage(name, run, cost, self.layers, self.every)
+    def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> DepthStage:
+        return DepthStage(name, run, cost, self.layers, self.every)
 
     def projections(self, tokens: int) -> tuple[list[Tiled], bool]:
         """W_a of each physical layer as a step of `tokens` tokens reads it, and whether that is a rank's part only."""
@@ -237,7 +239,7 @@ class _Ops:
             return whole, False
         return [Tiled.prepare(w.dense()[:, : w.inputs // links.ranks]) for w in whole], True
 
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[DepthStage]:
         i, last, w = self.inputs, self.last, self.last.attention
         table, plane = self.model.embedding_VD, self.planes[-1]
         residual, x, squares = embed(i.ids_T, table, last.attention_norm)
@@ -281,21 +283,21 @@ class _Ops:
         )
         gate_cost = gates.op.cost(gates.op.args(x, squares, last.gates, count, last.width, last.eps))
         stages = [
-            Stage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
+            DepthStage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
             self.stage("project_a", a, a_cost),
             self.stage("project_q", q, q_cost),
             *attention,
             self.stage(
                 "project_out", out, project_out.op.cost(project_out.op.args(o, last.o_proj, residual, last.mlp_norm))
             ),
-            Stage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
+            DepthStage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
             *self.experts(chosen, x, rstd, h, residual),
         ]
         if self.dense:
             stages += self.dense_stages(x, squares, residual)
         return [*stages, self.head(x)]
 
-    def dense_stages(self, x: Tensor, squares: Tensor, residual: Tensor) -> list[Stage]:
+    def dense_stages(self, x: Tensor, squares: Tensor, residual: Tensor) -> list[DepthStage]:
         first = self.blocks[0]
         down = first.down
         assert isinstance(down, Tiled)
@@ -307,8 +309,8 @@ class _Ops:
             return gates(x, squares, first.gates, 0, first.width, first.eps)
 
         return [
-            Stage("dense gates", up, up_cost, self.dense, range(self.dense)),
-            Stage(
+            DepthStage("dense gates", up, up_cost, self.dense, range(self.dense)),
+            DepthStage(
                 "dense down",
                 lambda _: project_out(h, down, residual, first.mlp_norm),
                 down_cost,

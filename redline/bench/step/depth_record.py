@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from redline.bench.record import provenance
-from redline.bench.step.depth import Depth, Timing
+from redline.bench.step.depth import DepthCase, Timing
 from redline.bench.step.rounds import RoundCase, RoundTiming, floors
 from redline.disk import hold, save, written
 from redline.errors import ConfigError
@@ -134,7 +134,7 @@ PEER_MS = {  # ms by (ranks, rows), measured at 5 and 9 layers (two GPUs: 9 and 
 _WHAT = {DepthRecord: "measured steps", RoundRecord: "measured rounds"}
 
 
-def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
+def record_of(depth: DepthCase, timing: Timing, machine: Machine) -> DepthRecord:
     """The record of a measured case, with the current machine, versions, commit and date.
 
     Raises StopIteration for a KV dtype that is not in KV_DTYPES.

@@ -12,21 +12,21 @@ from redline.errors import ConfigError
 from redline.model.k2.shard import RANKS
 
 
-class Figure(NamedTuple):
+class SourcedFigure(NamedTuple):
     """A number, in the unit given by its field, and its source."""
 
     value: float
     source: str
 
 
-class Chip(NamedTuple):
+class ChipFigures(NamedTuple):
     """One GPU. memory: bytes. reads: bytes/s from memory. link: bytes/s to other ranks, one way. flops: bf16 FLOP/s."""
 
     name: str
-    memory: Figure
-    reads: Figure
-    link: Figure
-    flops: Figure
+    memory: SourcedFigure
+    reads: SourcedFigure
+    link: SourcedFigure
+    flops: SourcedFigure
     sms: int
     kernels: tuple[str, ...]  # lines on which of our kernels run on this chip
 
@@ -36,7 +36,7 @@ class Several:
     """`count` GPUs of one host."""
 
     count: int
-    chip: Chip
+    chip: ChipFigures
 
     @property
     def name(self) -> str:
@@ -44,35 +44,35 @@ class Several:
         return f"{self.count} x {self.chip.name}"
 
 
-_HOPPER_LINK = Figure(
+_HOPPER_LINK = SourcedFigure(
     397e9, "measured between two H200s, with all-reduces of 1 to 32 rows; NVLink 4 is published as 450 GB/s"
 )
 _OURS = ("all: they are written for compute capability 9.0",)
 CHIPS = {
-    "H100": Chip(
+    "H100": ChipFigures(
         "H100",
-        Figure(80e9, "published, SXM; a driver shows a few percent more"),
-        Figure(0.94 * 3.35e12, "assumed, 94% of the published 3.35, as the H200 reads 4.50 of 4.8"),
+        SourcedFigure(80e9, "published, SXM; a driver shows a few percent more"),
+        SourcedFigure(0.94 * 3.35e12, "assumed, 94% of the published 3.35, as the H200 reads 4.50 of 4.8"),
         _HOPPER_LINK,
-        Figure(0.989e15, "published"),
+        SourcedFigure(0.989e15, "published"),
         132,
         _OURS,
     ),
-    "H200": Chip(
+    "H200": ChipFigures(
         "H200",
-        Figure(141e9, "published; a driver shows a few percent more"),
-        Figure(4.505e12, "measured; published 4.8"),
+        SourcedFigure(141e9, "published; a driver shows a few percent more"),
+        SourcedFigure(4.505e12, "measured; published 4.8"),
         _HOPPER_LINK,
-        Figure(0.889e15, "measured"),
+        SourcedFigure(0.889e15, "measured"),
         132,
         _OURS,
     ),
-    "B200": Chip(
+    "B200": ChipFigures(
         "B200",
-        Figure(180e9, "published, in HGX"),
-        Figure(0.94 * 7.7e12, "assumed, 94% of the published 7.7 (HGX), as the H200 reads 4.50 of 4.8"),
-        Figure(2 * 397e9, "assumed, twice the H200's, as NVLink 5 is published as twice NVLink 4"),
-        Figure(2.25e15, "published"),
+        SourcedFigure(180e9, "published, in HGX"),
+        SourcedFigure(0.94 * 7.7e12, "assumed, 94% of the published 7.7 (HGX), as the H200 reads 4.50 of 4.8"),
+        SourcedFigure(2 * 397e9, "assumed, twice the H200's, as NVLink 5 is published as twice NVLink 4"),
+        SourcedFigure(2.25e15, "published"),
         148,
         (
             "none today: the kernels' loader requires compute capability 9.x, and this chip is 10.0, so a server on it "

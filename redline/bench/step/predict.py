@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from redline.bench.step.depth import Depth
+from redline.bench.step.depth import DepthCase
 from redline.bench.step.machines import Several
 from redline.bench.step.rounds import RoundCase, floors
 from redline.model.eagle3.config import Eagle3Config
@@ -31,7 +31,7 @@ TOKENS = 1, 4, 8, 32  # of the measured steps
 SHORT, LONG = 1024, 32768  # contexts
 
 
-class Took(NamedTuple):
+class StepTime(NamedTuple):
     """Milliseconds of a step, and of reading its rank's bytes at the bandwidth measured in the same run."""
 
     ms: float
@@ -45,14 +45,14 @@ class Meeting(NamedTuple):
     gather: float
 
 
-class Excess(NamedTuple):
+class StepExcess(NamedTuple):
     """Milliseconds of a step on one H200 beyond its reads. kept, divided: see the module's docstring."""
 
     kept: float
     divided: float
 
 
-class Round(NamedTuple):
+class RoundExcess(NamedTuple):
     """Milliseconds above the floors of a round of one row on one H200: for verifying, and for drafting."""
 
     verify: float
@@ -61,12 +61,30 @@ class Round(NamedTuple):
 
 FITTED = {1: "164e3dc", 2: "a176d55"}  # commits at which STEPS were measured, on one and on two H200s
 STEPS = {  # by number of H200s, then by tokens
-    1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
-    2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
+    1: {
+        1: StepTime(9.114, 7.334),
+        4: StepTime(17.790, 14.972),
+        8: StepTime(28.904, 24.457),
+        32: StepTime(83.651, 67.312),
+    },
+    2: {
+        1: StepTime(5.694, 3.989),
+        4: StepTime(10.619, 7.904),
+        8: StepTime(16.441, 12.766),
+        32: StepTime(46.863, 34.785),
+    },
 }
 MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
-LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # steps of one token at LONG, on one H200
-ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.533, 0.079), 3: Round(2.907, 0.113), 4: Round(3.414, 0.135)}
+LONG_STEPS = {
+    "bf16": StepTime(10.078, 7.835),
+    "fp8": StepTime(10.589, 7.579),
+}  # steps of one token at LONG, on one H200
+ROUNDS = {
+    1: RoundExcess(2.305, 0.058),
+    2: RoundExcess(2.533, 0.079),
+    3: RoundExcess(2.907, 0.113),
+    4: RoundExcess(3.414, 0.135),
+}
 # One H200 divides nothing; of two, each had the drafter's whole body (`RoundCase.whole`). The excess over a round's
 # floors is taken from one H200 only.
 ROUND_MS = {  # whole rounds, by number of H200s, then by draft tokens
@@ -79,19 +97,19 @@ NVFP4_OVER_INT4 = 0.03  # share of the time to read the experts: measured by a p
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def excess(tokens: int) -> Excess:
+def excess(tokens: int) -> StepExcess:
     """The excess of a step of 1 to 32 tokens, interpolated linearly between the measured steps."""
-    return Excess(*_between(tokens, {count: _excess(count) for count in TOKENS}))
+    return StepExcess(*_between(tokens, {count: _excess(count) for count in TOKENS}))
 
 
-def _excess(tokens: int) -> Excess:
+def _excess(tokens: int) -> StepExcess:
     """Solves kept + divided = excess of one rank; kept + divided / 2 = excess of two ranks without all-reduces."""
     one, two = STEPS[1][tokens], STEPS[2][tokens]
     meeting = MEETINGS[tokens]
     alone = one.ms - one.read
     shared = two.ms - two.read - (SUMS * meeting.sum + meeting.gather) / 1e3
     divided = 2 * (alone - shared)
-    return Excess(alone - divided, divided)
+    return StepExcess(alone - divided, divided)
 
 
 def _between(tokens: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, ...]:
@@ -124,7 +142,7 @@ def distinct_experts(config: K2Config, tokens: int) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class PredictedStep:
     """One predicted step of `rows` rows of `tokens` tokens each: milliseconds, but for `gb` and `experts`.
 
     gb       gigabytes of a rank's floor: every byte once over all ranks, contexts included
@@ -155,7 +173,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Machines:
+class PredictedRanks:
     """The ranks of a model on a machine. The caller must have called check_ranks."""
 
     config: K2Config
@@ -166,15 +184,15 @@ class Machines:
         """The limits of one rank."""
         return Machine(self.on.chip.name, self.on.chip.reads.value, self.on.chip.flops.value)
 
-    def depth(self, rows: int, tokens: int, context: int, kv_dtype: str) -> Depth:
+    def depth(self, rows: int, tokens: int, context: int, kv_dtype: str) -> DepthCase:
         """The case with these sizes."""
         layers = self.config.num_hidden_layers
-        return Depth(
+        return DepthCase(
             shape="", config=self.config, physical=layers, rows=rows, tokens=tokens, context=context,
             kv_dtype=KV_DTYPES[kv_dtype], overlap=0.0, ranks=self.on.count,
         )  # fmt: skip
 
-    def step(self, rows: int, tokens: int, context: int, kv_dtype: str = "bf16") -> Step:
+    def step(self, rows: int, tokens: int, context: int, kv_dtype: str = "bf16") -> PredictedStep:
         """Predicts a step of 1 to 32 tokens (rows x tokens)."""
         depth, machine, all_tokens = self.depth(rows, tokens, context, kv_dtype), self.machine, rows * tokens
         layer = distinct_experts(self.config, all_tokens)
@@ -186,13 +204,13 @@ class Machines:
         kept, divided = excess(all_tokens)
         kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
         nvfp4 = NVFP4_OVER_INT4 * experts * depth.expert_bytes / machine.bytes_per_s
-        return Step(
+        return PredictedStep(
             rows, tokens, cost.bytes / 1e9, layer, floor, whole,
             kept, divided / self.on.count, SUMS * self.sum_us(all_tokens) / 1e3, self.gather_us(all_tokens) / 1e3,
             1e3 * nvfp4,
         )  # fmt: skip
 
-    def round(self, drafts: int, kv_dtype: str = "bf16", *, whole: bool = False) -> tuple[Step, float]:
+    def round(self, drafts: int, kv_dtype: str = "bf16", *, whole: bool = False) -> tuple[PredictedStep, float]:
         """(the verifying step, milliseconds of drafting) of one row with a drafter that the ranks divide.
 
         Drafting is its floor, its excess on one H200 (all of it kept), and per pass two all-reduces and a gather.

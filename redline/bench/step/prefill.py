@@ -15,8 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from redline.bench.step.depth import times_of
 from redline.errors import RedlineError
-from redline.kernels.group import ALONE, Group, least
+from redline.kernels.group import ALONE, Group, all_reduce_min
 from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
@@ -81,20 +82,6 @@ class PrefillCase(Record, frozen=True, omit_defaults=True, kw_only=True):
         return {name: count / flops_per_s * 1e3 for name, count in flops(self.tokens, self.start, ranks).items()}
 
 
-def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds of `repeats` runs by CUDA events, after two warm-up runs."""
-    times: list[float] = []
-    for turn in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        if turn >= 2:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
 @contextlib.contextmanager
 def streams_of(**constants: int) -> Generator[None]:
     """Replaces constants of `prefill/stream.py` by name within the context."""
@@ -108,7 +95,7 @@ def streams_of(**constants: int) -> Generator[None]:
             setattr(streams, name, value)
 
 
-class Layer:
+class PrefillLayer:
     """An MoE block with `count` input tokens of one prompt.
 
     plane: the layer's KV pages [pages, 64, kv width]. group: the ranks, if the block is one rank's part.
@@ -210,8 +197,8 @@ class Layer:
         wider = partial.float()
 
         def sums() -> None:
-            group.add(partial)
-            group.add(wider)
+            group.all_reduce(partial)
+            group.all_reduce(wider)
 
         parts["sums"] = sums
         if not divided:
@@ -219,19 +206,19 @@ class Layer:
         gathered = [(each[:own], each.new_empty(own * ranks, each.shape[1])) for each in (a, x)]
 
         def scatters() -> None:
-            group.begin_add_rows(partial)()
-            group.begin_add_rows(partial)()
+            group.begin_reduce_scatter(partial)()
+            group.begin_reduce_scatter(partial)()
 
         def gathers() -> None:
             for mine, whole in gathered:
-                group.begin_gather_rows(mine, whole)()
+                group.begin_all_gather_rows(mine, whole)()
 
         return {**parts, "scatters": scatters, "gathers": gathers}
 
 
 def _same_on_all(group: Group, tensor: Tensor) -> bool:
     number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
-    lowest, beyond_highest = (least(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
+    lowest, beyond_highest = (all_reduce_min(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
     return lowest == FLOAT_EXACT - beyond_highest
 
 
@@ -270,26 +257,30 @@ def prefill_cases(
         for first in start:
             inputs = inputs_of(count, first, model.angles)
             plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, MODEL.kv_width, device=device).bfloat16()
-            layer = Layer(model.gpu_blocks[1], inputs, plane, count, group)
+            layer = PrefillLayer(model.gpu_blocks[1], inputs, plane, count, group)
             yield measured(layer, count, first, repeats, flops_per_s)
 
 
-def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> PrefillCase:
+def _ms(work: Callable[[], object], repeats: int) -> float:
+    return statistics.median(times_of(work, repeats, torch.device("cuda")))
+
+
+def measured(layer: PrefillLayer, tokens: int, start: int, repeats: int, flops_per_s: float) -> PrefillCase:
     """Measures one case: the whole layer, with several ranks in each way, then each part on its own."""
     counted = flops(tokens, start, layer.group.ranks)
-    ms = milliseconds(layer.whole, repeats) / LAYERS
+    ms = _ms(layer.whole, repeats) / LAYERS
     by_parts: dict[str, float] | None = None
     whole_ms = apart = same = None
     if layer.group.ranks > 1:
         by_parts = {}
         for count in (1, 2, 4):
             with streams_of(PARTS=count, PART_ROWS=LISTED, DIVIDED=LISTED + 1):
-                by_parts[str(count)] = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+                by_parts[str(count)] = round(_ms(layer.whole, repeats) / LAYERS, 3)
         with streams_of(DIVIDED=tokens + 1):
-            whole_ms = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+            whole_ms = round(_ms(layer.whole, repeats) / LAYERS, 3)
         found, same = layer.compared()
         apart = [round(each, 4) for each in found]
-    parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
+    parts = {name: _ms(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
     return PrefillCase(
         tokens=tokens,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.bench.step.depth import WARM_UP, Depth, Mark
+from redline.bench.step.depth import WARM_UP, DepthCase, TimeMark
 from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
@@ -66,7 +66,7 @@ class RoundCase:
                ranks that were measured up to 2026-11-26
     """
 
-    depth: Depth
+    depth: DepthCase
     drafter: Eagle3Config
     rates: tuple[float, ...]
     head_bits: int = 16
@@ -187,7 +187,7 @@ def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, see
         recorder = Recorder(device)
         plain, rounds = (_Rows(model, kv, case, tables, repeats, recorder, of) for of in (None, drafter))
         reroute = _Reroute(model, depth, seed)
-        spans: dict[_Rows, list[tuple[float, list[Mark]]]] = {plain: [], rounds: []}
+        spans: dict[_Rows, list[tuple[float, list[TimeMark]]]] = {plain: [], rounds: []}
         for number in range(WARM_UP + repeats):
             for one in (plain, rounds) if number % 2 else (rounds, plain):
                 reroute(one.tokens)
@@ -285,22 +285,22 @@ class _Rows:
         at.facts[:rows, LIMIT], at.facts[:rows, SEED] = limit, 1 + torch.arange(rows, device=at.facts.device)
         at.drafts.random_(self._shared.model.config.vocab_size)
 
-    def run(self) -> list[Mark]:
+    def run(self) -> list[TimeMark]:
         """Enqueues a round: copies the plan from the host, replays the CUDA graphs, copies the results to the host.
 
         Returns marks before the round, after the tokens are accepted, and after the round.
         """
         shared, device = self._shared, self._noted.device
-        marks = [Mark(device)]
+        marks = [TimeMark(device)]
         shared.plan[: self._rows].copy_(self._plan, non_blocking=True)
         forward, settle, *draft = self._pieces
         forward()
         settle()
-        marks.append(Mark(device))
+        marks.append(TimeMark(device))
         for piece in draft:
             piece()
         self._results.copy_(shared.results[: self._rows], non_blocking=True)
-        marks.append(Mark(device))
+        marks.append(TimeMark(device))
         return marks
 
     def note(self) -> None:
@@ -323,7 +323,7 @@ class _Rows:
 class _Reroute:
     """Draws new experts for each step if they are forced, and counts the distinct ones."""
 
-    def __init__(self, model: K2, depth: Depth, seed: int) -> None:
+    def __init__(self, model: K2, depth: DepthCase, seed: int) -> None:
         self._model, self._depth = model, depth
         self._generator = torch.Generator(model.device).manual_seed(seed)
         moe_layers = depth.config.num_hidden_layers - depth.dense

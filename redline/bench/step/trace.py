@@ -30,25 +30,25 @@ def traced(work: Callable[[], object]) -> dict[str, Any]:
         return json.loads(path.read_text())
 
 
-class Busy(NamedTuple):
+class BusyInterval(NamedTuple):
     """An interval in microseconds in which the device was busy."""
 
     start: float
     end: float
 
 
-def joined(intervals: Sequence[Busy]) -> list[Busy]:
+def joined(intervals: Sequence[BusyInterval]) -> list[BusyInterval]:
     """The union of the intervals, in order: a kernel may start before the previous one has ended."""
-    found: list[Busy] = []
+    found: list[BusyInterval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1].end:
-            found[-1] = Busy(found[-1].start, max(found[-1].end, end))
+            found[-1] = BusyInterval(found[-1].start, max(found[-1].end, end))
         else:
-            found.append(Busy(start, end))
+            found.append(BusyInterval(start, end))
     return found
 
 
-def idle_share(busy: Sequence[Busy]) -> float:
+def idle_share(busy: Sequence[BusyInterval]) -> float:
     """The idle share of the time between the first and the last of the joined intervals.
 
     Raises IndexError if there is no interval.
@@ -56,10 +56,10 @@ def idle_share(busy: Sequence[Busy]) -> float:
     return 1 - sum(end - start for start, end in busy) / (busy[-1].end - busy[0].start)
 
 
-def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
+def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[BusyInterval]:
     """The complete events of a chrome trace with field `of` ("cat" or "name") in `names`, in microseconds."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
-    return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
+    return [BusyInterval(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
 def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.bench.disk_rate import THREADS, Part, Read, forget, read_parts
+from redline.bench.disk_rate import THREADS, FilePart, Read, forget, read_parts
 from redline.bench.machine import measure
 from redline.bench.step.depth import captured
 from redline.bench.step.machines import CHIPS, Several
-from redline.bench.step.predict import SHORT, Machines, like_kimi
-from redline.bench.verify.report import Layer, Rates, Steps
+from redline.bench.step.predict import SHORT, PredictedRanks, like_kimi
+from redline.bench.verify.report import Rates, Steps, VerifiedLayer
 from redline.disk import human
 from redline.errors import CheckpointError
 from redline.kernels.inputs import Chunk, Inputs
@@ -65,7 +65,7 @@ def stored_of(found: Survey, layer: int) -> list[Stored] | None:
         return None
 
 
-def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.device) -> Layer:
+def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.device) -> VerifiedLayer:
     """Loads a layer with an empty page cache, compares its steps with the references, and times a step.
 
     Raises OSError if a file cannot be read.
@@ -74,7 +74,7 @@ def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.de
     needs, free = size + size // 4 + ROOM_BYTES, free_memory()
     if free < needs:
         why = f"it needs {human(needs)} of memory, but {human(free)} are free"
-        return Layer(layer=layer, dense=dense, why_not=why)
+        return VerifiedLayer(layer=layer, dense=dense, why_not=why)
     embedding = SIZE * torch.randn(ROWS, found.config.hidden_size, generator=torch.Generator().manual_seed(layer))
     embedding = embedding.to(torch.bfloat16)
     forget(sorted({part.file for part in parts}))
@@ -86,13 +86,13 @@ def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.de
         load_s = clock.monotonic() - began
         theirs = ours if device.type == "cpu" else cpu.load_layer(_opened(found), torch.device("cpu"), layer, embedding)
     except CheckpointError as error:
-        return Layer(layer=layer, dense=dense, why_not=str(error))
+        return VerifiedLayer(layer=layer, dense=dense, why_not=str(error))
     with torch.inference_mode():
         compared = [_compare(ours, theirs, *step) for step in ((CHUNKS, ()), ((), CONTEXTS))]
         ms = _step_ms(ours, size)
     errors, tokens = [error for one in compared for error in one[0]], sum(one[1] for one in compared)
     worst = max(errors) if all(map(math.isfinite, errors)) else None
-    return Layer(
+    return VerifiedLayer(
         layer=layer,
         dense=dense,
         bytes=size,
@@ -210,16 +210,16 @@ def _step_ms(model: K2, size: int) -> float:
     return statistics.median(times[WARM:])
 
 
-def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> Rates:
+def load_rate(layers: Sequence[VerifiedLayer], parts: Sequence[Stored], whole: int) -> Rates:
     """The load rate of the layers compared with plain reads of some of their bytes, each with an empty page cache.
 
     whole: bytes of all weights. Raises OSError if a file cannot be read, ConfigError if it has become shorter.
     """
-    sample: list[Part] = []
+    sample: list[FilePart] = []
     left = SAMPLE_BYTES
     for part in parts:
         if left > 0:
-            sample.append(Part(part.file, part.start, min(part.stop, part.start + left)))
+            sample.append(FilePart(part.file, part.start, min(part.stop, part.start + left)))
             left -= part.stop - part.start
     reads: list[Read] = []
     for threads in THREADS:
@@ -235,7 +235,7 @@ def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> R
     )
 
 
-def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) -> Steps | None:
+def steps_of(config: K2Config, layers: Sequence[VerifiedLayer], device: torch.device) -> Steps | None:
     """The time of a step of all layers, extrapolated from the measured ones; None if a kind of layer is missing."""
     whole = 0.0
     for dense, count in ((True, config.num_hidden_layers - config.moe_layers), (False, config.moe_layers)):
@@ -246,7 +246,7 @@ def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) ->
     read = config.bytes_per_token - 2 * config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
     machine = measure(device)
     on = _known(machine.name) if device.type == "cuda" else None
-    predicted = Machines(config, on).step(1, 1, SHORT).ms if on is not None and like_kimi(config) else None
+    predicted = PredictedRanks(config, on).step(1, 1, SHORT).ms if on is not None and like_kimi(config) else None
     return Steps(
         measured_ms=round(whole, 3),
         floor_ms=round(1e3 * read / machine.bytes_per_s, 3),

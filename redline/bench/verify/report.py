@@ -20,7 +20,7 @@ class Problem(Record, frozen=True):
     fix: str
 
 
-class Shard(Record, frozen=True):
+class VerifiedShard(Record, frozen=True):
     """The result of reading a shard; a line of the progress file.
 
     job         a hash of everything that the result depends on, except the file's content
@@ -42,7 +42,7 @@ class Shard(Record, frozen=True):
     damaged: tuple[int, ...]
 
 
-class Layer(Record, frozen=True):
+class VerifiedLayer(Record, frozen=True):
     """One layer, computed by the kernels of this machine and by the float32 references.
 
     bytes       stored size; load_s: seconds to load with an empty page cache into the kernels' layouts
@@ -92,7 +92,7 @@ class Steps(Record, frozen=True):
     on: str
 
 
-class Report(Record, frozen=True):
+class VerifyReport(Record, frozen=True):
     """The whole report.
 
     sound      no problem was found; checks that were not possible are in `unchecked`, each with its reason
@@ -107,9 +107,9 @@ class Report(Record, frozen=True):
     bytes: int
     tensors: int
     codes: tuple[int, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[VerifiedShard, ...]
     earlier: int
-    layers: tuple[Layer, ...]
+    layers: tuple[VerifiedLayer, ...]
     rates: Rates | None
     steps: Steps | None
     device: str

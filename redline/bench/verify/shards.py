@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.bench.verify.report import Problem, Shard
+from redline.bench.verify.report import Problem, VerifiedShard
 from redline.model.k2.checkpoint import NVFP4_NAMES, Stored, Survey
 from redline.model.k2.config import Int4Experts, Nvfp4Experts
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
@@ -36,7 +36,7 @@ _BITS = {
 }
 
 
-class Fault(NamedTuple):
+class ShardFault(NamedTuple):
     """A fault of the tensor with this stored name."""
 
     kind: Kind
@@ -80,7 +80,7 @@ def read_shard(
     of: Wanted,
     fix: str,
     progress: Callable[[int, int], object],
-) -> Shard:
+) -> VerifiedShard:
     """Reads every tensor of a shard. fix: advice to the user if it is damaged.
 
     progress: called with (bytes done, bytes of them that were read); it may raise to stop reading. Raises OSError if
@@ -92,10 +92,10 @@ def read_shard(
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for stored in sorted(tensors, key=lambda stored: stored.start):
             reader.read(stored, opened.fileno())
-    by_kind: dict[Kind, list[Fault]] = {}
+    by_kind: dict[Kind, list[ShardFault]] = {}
     for fault in reader.faults:
         by_kind.setdefault(fault.kind, []).append(fault)
-    return Shard(
+    return VerifiedShard(
         job=job,
         file=file.name,
         bytes=state.st_size,
@@ -122,7 +122,7 @@ class _Reader:
     """Reads tensors one by one."""
 
     def __init__(self, of: Wanted, progress: Callable[[int, int], object]) -> None:
-        self.faults: list[Fault] = []
+        self.faults: list[ShardFault] = []
         self.codes = torch.zeros(16, dtype=torch.int64)
         self.read_bytes = 0
         self._of = of
@@ -144,7 +144,7 @@ class _Reader:
                     self._progress(count, count)
             self.faults += look.faults(size - done)
         except OSError as error:
-            self.faults.append(Fault("unread", stored.name, f"cannot be read: {error.strerror or error}"))
+            self.faults.append(ShardFault("unread", stored.name, f"cannot be read: {error.strerror or error}"))
         self.codes += look.codes
         self._progress(size - done, 0)
 
@@ -228,7 +228,7 @@ class _Look:
         if self._codes_of is not None and self._codes_of.dtype == "I32" and int(numbers.amin()) == 0:
             self._zeros.append((numbers == 0).nonzero()[:, 0] + first)
 
-    def faults(self, hole: int) -> Iterator[Fault]:
+    def faults(self, hole: int) -> Iterator[ShardFault]:
         """The faults of the tensor. hole: number of its bytes in holes. Raises the OSError of `_effective`."""
         size = self._stored.stop - self._stored.start
         if hole and self._any:
@@ -276,8 +276,8 @@ class _Look:
         """The position of a number in the tensor: one index per axis."""
         return [int(index) for index in np.unravel_index(number, self._stored.shape or (1,))]
 
-    def _fault(self, kind: Kind, what: str) -> Fault:
-        return Fault(kind, self._stored.name, what)
+    def _fault(self, kind: Kind, what: str) -> ShardFault:
+        return ShardFault(kind, self._stored.name, what)
 
 
 def peaked(codes: Tensor) -> bool:

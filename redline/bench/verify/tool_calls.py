@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from redline.bench.quality.json_value import argument_violation
-from redline.bench.serving.client import Client
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.serving.target import Target
+from redline.bench.serving.client import LoadClient
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 from redline.messages.base import Record
 
@@ -36,7 +36,7 @@ Kind = Literal[
 ]
 
 
-class Request(NamedTuple):
+class ToolCallRequest(NamedTuple):
     """One line of the file."""
 
     line: int
@@ -55,7 +55,7 @@ class Wrong(Record, frozen=True):
     call: dict[str, Any] | None = None
 
 
-class Counts(Record, frozen=True):
+class CallCounts(Record, frozen=True):
     """Counts over all answers.
 
     calls, valid  calls of answers that ended with tool_calls or stop; calls without a fault
@@ -72,12 +72,12 @@ class Counts(Record, frozen=True):
     wrong: dict[str, int]
 
 
-class Report(Record, frozen=True):
+class ToolCallReport(Record, frozen=True):
     """The report on a server's tool calls."""
 
     server: str
     model: str
-    counts: Counts
+    counts: CallCounts
     wrong: tuple[Wrong, ...]
 
 
@@ -87,9 +87,9 @@ class _Line(msgspec.Struct):
     max_tokens: int = MAX_TOKENS
 
 
-def read_requests(path: Path) -> list[Request]:
+def read_requests(path: Path) -> list[ToolCallRequest]:
     """The requests of a file. Raises ConfigError, with the line, for an invalid request, and OSError."""
-    found: list[Request] = []
+    found: list[ToolCallRequest] = []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
@@ -101,13 +101,13 @@ def read_requests(path: Path) -> list[Request]:
             ) from None
         messages = [{**m, "role": "system"} if m.get("role") == "_input" else m for m in line.messages]
         extra = {name: value for name, value in body.items() if name not in _OURS}
-        found.append(Request(number, tuple(messages), tuple(line.tools), line.max_tokens, extra))
+        found.append(ToolCallRequest(number, tuple(messages), tuple(line.tools), line.max_tokens, extra))
     if not found:
         raise ConfigError(f"{path}: contains no request; expected JSON lines with `messages` and `tools`")
     return found
 
 
-def judge(request: Request, answer: Answer) -> list[Wrong]:
+def judge(request: ToolCallRequest, answer: TimedAnswer) -> list[Wrong]:
     """The faults of an answer."""
 
     def wrong(kind: Kind, why: str, call: dict[str, Any] | None = None) -> Wrong:
@@ -141,7 +141,7 @@ def judge(request: Request, answer: Answer) -> list[Wrong]:
     return found
 
 
-def _is_judged(answer: Answer) -> bool:
+def _is_judged(answer: TimedAnswer) -> bool:
     """Whether the answer is complete: a call cut off by max_tokens is not the server's fault."""
     return answer.failure is None and answer.finish in ("tool_calls", "stop")
 
@@ -152,7 +152,9 @@ def _schemas(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {str(one.get("name")): one.get("parameters") or {"type": "object"} for one in functions}
 
 
-def ask_all(requests: Sequence[Request], target: Target, at_once: int, progress: Callable[[int], object]) -> Report:
+def ask_all(
+    requests: Sequence[ToolCallRequest], target: ServerTarget, at_once: int, progress: Callable[[int], object]
+) -> ToolCallReport:
     """Sends all requests, at most `at_once` concurrently. progress: called with the number of answers so far.
 
     Raises ConfigError if the address is invalid, or if the server does not list a model.
@@ -161,15 +163,15 @@ def ask_all(requests: Sequence[Request], target: Target, at_once: int, progress:
 
 
 async def _ask_all(
-    requests: Sequence[Request], target: Target, at_once: int, progress: Callable[[int], object]
-) -> Report:
+    requests: Sequence[ToolCallRequest], target: ServerTarget, at_once: int, progress: Callable[[int], object]
+) -> ToolCallReport:
     places, done = asyncio.Semaphore(at_once), 0
-    async with Client(target) as client:
+    async with LoadClient(target) as client:
         await client.models()  # fails once here, instead of once per request
 
-        async def one(place: int, request: Request) -> Answer:
+        async def one(place: int, request: ToolCallRequest) -> TimedAnswer:
             nonlocal done
-            ask = Ask(
+            ask = LoadRequest(
                 max_tokens=request.max_tokens, messages=request.messages, tools=request.tools or None,
                 extra=request.extra,
             )  # fmt: skip
@@ -181,7 +183,7 @@ async def _ask_all(
 
         answers = await asyncio.gather(*(one(place, request) for place, request in enumerate(requests)))
         model = client.target.model
-    return Report(
+    return ToolCallReport(
         server=target.base_url,
         model=model,
         counts=_counts(answers, found := [judge(*pair) for pair in zip(requests, answers, strict=True)]),
@@ -189,11 +191,11 @@ async def _ask_all(
     )
 
 
-def _counts(answers: Sequence[Answer], found: Sequence[Sequence[Wrong]]) -> Counts:
+def _counts(answers: Sequence[TimedAnswer], found: Sequence[Sequence[Wrong]]) -> CallCounts:
     judged = [(answer, wrong) for answer, wrong in zip(answers, found, strict=True) if _is_judged(answer)]
     with_calls = [(answer, wrong) for answer, wrong in judged if answer.finish == "tool_calls"]
     calls = sum(len(answer.calls) for answer, _ in judged)
-    return Counts(
+    return CallCounts(
         requests=len(answers),
         failed=sum(answer.failure is not None for answer in answers),
         finish_reasons=dict(Counter(answer.finish or "none" for answer in answers if answer.failure is None)),

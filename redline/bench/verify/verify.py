@@ -22,7 +22,7 @@ from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.record import provenance
 from redline.bench.verify.layers import chosen, compute, load_rate, steps_of, stored_of
-from redline.bench.verify.report import Layer, Problem, Rates, Report, Shard
+from redline.bench.verify.report import Problem, Rates, VerifiedLayer, VerifiedShard, VerifyReport
 from redline.bench.verify.shards import layer_of, read_shard, wanted
 from redline.disk import written
 from redline.errors import BrokenFile, CheckpointError, ConfigError
@@ -45,21 +45,21 @@ class Progress:
     def __init__(self, path: Path, again: bool = False) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._done: dict[tuple[str, str, int, int], Shard] = {}
+        self._done: dict[tuple[str, str, int, int], VerifiedShard] = {}
         with written(path):
             if again:
                 path.unlink(missing_ok=True)
             for line in path.read_bytes().splitlines() if path.exists() else ():
                 with suppress(msgspec.DecodeError, UnicodeDecodeError):  # the last line may be incomplete after a kill
-                    self._keep(msgspec.json.decode(line, type=Shard))
+                    self._keep(msgspec.json.decode(line, type=VerifiedShard))
 
-    def earlier(self, job: str, file: Path) -> Shard | None:
+    def earlier(self, job: str, file: Path) -> VerifiedShard | None:
         """The earlier result of a shard that was sound and has not changed; None: the shard must be read."""
         state = file.stat()
         found = self._done.get((job, file.name, state.st_size, state.st_mtime_ns))
         return None if found is None or found.problems else found
 
-    def add(self, shard: Shard) -> None:
+    def add(self, shard: VerifiedShard) -> None:
         """Saves a finished shard. Raises ConfigError if the file cannot be written."""
         with self._lock, written(self._path), self._path.open("ab") as file:
             file.write(b"\n" + msgspec.json.encode(shard) + b"\n")
@@ -67,7 +67,7 @@ class Progress:
             os.fsync(file.fileno())
             self._keep(shard)
 
-    def _keep(self, shard: Shard) -> None:
+    def _keep(self, shard: VerifiedShard) -> None:
         self._done[shard.job, shard.file, shard.bytes, shard.mtime_ns] = shard
 
 
@@ -75,12 +75,12 @@ class _Stopped(Exception):
     """Stops reading a shard, since the command is stopping."""
 
 
-def verify(folder: Path, progress: Progress, device: torch.device, working: Working) -> Report:
+def verify(folder: Path, progress: Progress, device: torch.device, working: Working) -> VerifyReport:
     """Reads all shards, then computes some layers. Raises ConfigError if the progress cannot be written."""
     began = clock.monotonic()
     faults: list[BrokenFile] = []
-    shards: list[Shard] = []
-    layers: list[Layer] = []
+    shards: list[VerifiedShard] = []
+    layers: list[VerifiedLayer] = []
     earlier, rates, steps = 0, None, None
     try:
         found = survey(folder, faults.append)
@@ -95,7 +95,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
     problems = [*_grouped(folder, faults), *(problem for shard in shards for problem in shard.problems)]
     problems += [_of_layer(layer) for layer in layers if not layer.why_not and _is_wrong(layer)]
     codes = [shard.codes for shard in shards if shard.codes]
-    return Report(
+    return VerifyReport(
         folder=str(folder),
         sound=not problems,
         problems=tuple(problems),
@@ -117,7 +117,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
 # ------------------------------------------------------------------------------------------------------------ shards
 
 
-def _read(folder: Path, found: Survey, progress: Progress, working: Working) -> tuple[list[Shard], int]:
+def _read(folder: Path, found: Survey, progress: Progress, working: Working) -> tuple[list[VerifiedShard], int]:
     """The results of all shards, and the number of shards that an earlier run has read."""
     of = wanted(found)
     done = {file: progress.earlier(_job(found, file), file) for file in found.files}
@@ -133,7 +133,7 @@ def _read(folder: Path, found: Survey, progress: Progress, working: Working) -> 
         with lock:
             passed, read = passed + count, read + from_disk
 
-    def work(file: Path) -> Shard:
+    def work(file: Path) -> VerifiedShard:
         torch.set_num_threads(1)  # for this thread: shards are read in parallel
         try:
             shard = read_shard(_job(found, file), file, list(found.files[file].values()), of, again(file), tell)
@@ -179,9 +179,9 @@ def _job(found: Survey, file: Path) -> str:
 
 def _compute(
     found: Survey, damaged: set[int], device: torch.device, working: Working
-) -> tuple[list[Layer], Rates | None, list[str]]:
+) -> tuple[list[VerifiedLayer], Rates | None, list[str]]:
     """The computed layers, their load rates, and the checks that were not possible, each with its reason."""
-    layers: list[Layer] = []
+    layers: list[VerifiedLayer] = []
     sample: list[Stored] = []
     numbers = chosen(found.config)
     for count, number in enumerate(numbers):
@@ -189,12 +189,14 @@ def _compute(
         parts, dense = stored_of(found, number), not found.config.is_moe(number)
         if parts is None or number in damaged:
             why = "a shard or a tensor is missing" if parts is None else "one of its tensors has a problem"
-            layers.append(Layer(layer=number, dense=dense, why_not=why))
+            layers.append(VerifiedLayer(layer=number, dense=dense, why_not=why))
             continue
         try:
             layers.append(compute(found, number, parts, device))
         except OSError as error:
-            layers.append(Layer(layer=number, dense=dense, why_not=f"cannot be read ({error.strerror or error})"))
+            layers.append(
+                VerifiedLayer(layer=number, dense=dense, why_not=f"cannot be read ({error.strerror or error})")
+            )
         if not layers[-1].why_not:
             sample = parts
     unchecked = [f"layer {layer.layer}: {layer.why_not}" for layer in layers if layer.why_not]
@@ -207,7 +209,7 @@ def _compute(
         return layers, None, [*unchecked, f"load rate: {error}"]
 
 
-def _is_wrong(layer: Layer) -> bool:
+def _is_wrong(layer: VerifiedLayer) -> bool:
     return layer.error is None or layer.error > layer.limit
 
 
@@ -264,7 +266,7 @@ def _without(folder: Path, message: str) -> str:
     return message.removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
 
 
-def _of_layer(layer: Layer) -> Problem:
+def _of_layer(layer: VerifiedLayer) -> Problem:
     error = "NaN or infinite" if layer.error is None else f"{layer.error:.1e}"
     return Problem(
         file=f"layer {layer.layer}",

@@ -7,61 +7,80 @@ from rich.console import Console
 
 from redline import clock
 from redline.bench.serving import accept, ready
-from redline.bench.serving.accept import Part, by_domain, part, settled, since
+from redline.bench.serving.accept import DomainAcceptance, by_domain, part, settled
 from redline.bench.serving.datasets import DatasetConfig, asks
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
+from redline.cli.bench.accept import AcceptFlags
+from redline.cli.bench.options import address
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
 from redline.errors import ConfigError
-from redline.messages.base import Record
 from redline.progress import Working
 
-
-class AcceptConfig(Record, frozen=True):
-    """Configuration of `redline bench accept`. questions: prompts per domain, at most."""
-
-    targets: tuple[Target, ...]
-    dataset: DatasetConfig
-    questions: int = 16
-    domains: tuple[str, ...] = ()
-    temperatures: tuple[float, ...] = (0.0,)
-    concurrency: int = 1
-    tokenizer: str | None = None
-    metrics_url: str | None = None
-    ready_s: float | None = None
-    quiet: bool = False
-    save: str | None = None
-    html: str | None = None
+MOST_LINES = 100_000  # lines read from a file, at most
 
 
-def run(config: AcceptConfig, console: Console) -> int:
+class AcceptRun:
+    """One run of `redline bench accept`: what its flags ask for, checked. Raises ConfigError.
+
+    metrics_url: the address whose /metrics has the counters; None: the server's.
+    """
+
+    def __init__(self, flags: AcceptFlags) -> None:
+        patience = flags.waiting.patience
+        self.flags, self.tokenizer = flags, flags.server.vocabulary
+        self.targets = [flags.server.target(url, patience) for url in flags.base_url or [None]]
+        if flags.metrics_url is not None and len(self.targets) > 1:
+            raise ConfigError("--metrics-url applies to one server, but several --base-url were given")
+        self.metrics_url = flags.metrics_url and address(flags.metrics_url.removesuffix("/metrics"))[0]
+        self.temperatures = tuple(dict.fromkeys(flags.temperature))
+        self.dataset = DatasetConfig(
+            dataset_name=kept.dataset(flags.dataset_name),
+            dataset_path=None if flags.dataset_path is None else str(flags.dataset_path),
+            num_prompts=flags.num_prompts if flags.dataset_name == "random" else MOST_LINES,
+            random_output_len=flags.output_len,
+            sharegpt_output_len=flags.output_len,
+            custom_output_len=flags.output_len,
+            seed=kept.seed_of(flags.seed),
+            ignore_eos=flags.ignore_eos,
+            no_oversample=True,
+        )
+
+
+def run(flags: AcceptFlags, console: Console) -> int:
     """Measures, prints, saves. Returns the exit code: 0, 1 if every request failed, 130 after Ctrl-C.
 
     Raises ConfigError.
     """
-    kept.check_files(config.save, config.html)
+    config = AcceptRun(flags)
+    kept.check_files(flags.save, flags.html)
     return until_interrupted(lambda: _run(config, console), console)
 
 
-def questions(config: AcceptConfig, target: Target) -> dict[str, list[Ask]]:
+def questions(config: AcceptRun, target: ServerTarget) -> dict[str, list[LoadRequest]]:
     """Maps each domain to its prompts. Raises ConfigError for a domain that the prompts do not have."""
     vocabulary = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     dataset = msgspec.structs.replace(config.dataset, backend=target.backend)
-    found = by_domain(asks(dataset, vocabulary))
-    if unknown := [name for name in config.domains if name not in found]:
+    with kept.prompt_tokenizer(vocabulary, target, dataset.dataset_path) as tokenizer:
+        found = by_domain(asks(dataset, tokenizer))
+    if unknown := [name for name in config.flags.domain if name not in found]:
         raise ConfigError(f"--domain {unknown[0]!r}: the prompts have {', '.join(found)}")
-    return {name: of[: config.questions] for name, of in found.items() if not config.domains or name in config.domains}
+    return {
+        name: of[: config.flags.num_prompts]
+        for name, of in found.items()
+        if not config.flags.domain or name in config.flags.domain
+    }
 
 
-def _run(config: AcceptConfig, console: Console) -> int:
-    targets = [kept.reached(target, config.ready_s, console) for target in config.targets]
+def _run(config: AcceptRun, console: Console) -> int:
+    targets = [kept.reached(target, config.flags.waiting.ready_check_timeout_sec, console) for target in config.targets]
     asked = [questions(config, target) for target in targets]
     total = len(config.temperatures) * sum(len(of) for domains in asked for of in domains.values())
-    began, parts, answers, stopped = clock.now(), list[Part](), list[Answer](), False
-    with Working("requests", shown=not config.quiet) as working:
+    began, parts, answers, stopped = clock.now(), list[DomainAcceptance](), list[TimedAnswer](), False
+    with Working("requests", shown=not config.flags.disable_tqdm) as working:
         for target, domains in zip(targets, asked, strict=True):
             for temperature in config.temperatures:
                 for name, of in domains.items():
@@ -85,7 +104,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
         stopped=stopped,
         answers=answers,
     )
-    kept.keep(found, config.save, config.html, console)
+    kept.keep(found, config.flags.save, config.flags.html, console)
     show(accept.accept_sections(found), console)
     if stopped:
         say(console, "stopped: the figures cover the answers received so far")
@@ -94,13 +113,14 @@ def _run(config: AcceptConfig, console: Console) -> int:
 
 
 def measured(
-    config: AcceptConfig, target: Target, temperature: float, domain: str, of: list[Ask], load: kept.Load
-) -> tuple[Part, list[Answer], bool]:
+    config: AcceptRun, target: ServerTarget, temperature: float, domain: str, of: list[LoadRequest], load: kept.Load
+) -> tuple[DomainAcceptance, list[TimedAnswer], bool]:
     """Measures a domain at one temperature: its figures, its answers, and whether Ctrl-C interrupted it."""
     place = target if config.metrics_url is None else msgspec.structs.replace(target, base_url=config.metrics_url)
     those_asked = [msgspec.structs.replace(ask, extra={**ask.extra, "temperature": temperature}) for ask in of]
     before = settled(lambda: ready.drafting(place))
-    found = load(target, those_asked, Pace(max_concurrency=config.concurrency))
+    found = load(target, those_asked, LoadPace(max_concurrency=config.flags.max_concurrency))
     after = settled(lambda: ready.drafting(place))
     answers = [answer for answer in found.answers if answer.failure != "skipped"]
-    return part(target.base_url, temperature, domain, answers, since(before, after)), answers, found.stopped
+    counted = None if before is None or after is None else after.since(before)
+    return part(target.base_url, temperature, domain, answers, counted), answers, found.stopped

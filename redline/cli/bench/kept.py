@@ -2,7 +2,8 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
 from redline.bench.serving.datasets import NAMES, Name
 from redline.bench.serving.load import Live, run_load
-from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer
 from redline.bench.serving.report import page_of
-from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
-from redline.bench.serving.target import Pace, Target
-from redline.cli.bench.serve_run import named
+from redline.bench.serving.saved import BenchResult, command_without_secrets, without_secrets
+from redline.bench.serving.target import LoadPace, ServerTarget
+from redline.bench.serving.vocabulary import TextTokenizer, TextVocabulary
 from redline.cli.console import say
 from redline.disk import check_output
 from redline.disk import save as save_bytes
 from redline.errors import ConfigError
 from redline.progress import Working
 
-Load = Callable[[Target, Sequence[Ask], Pace], Run]
+Load = Callable[[ServerTarget, Sequence[LoadRequest], LoadPace], LoadRun]
 
 
 def dataset(name: str) -> Name:
@@ -34,16 +35,44 @@ def dataset(name: str) -> Name:
     return msgspec.convert(name, Name)
 
 
-def reached(target: Target, ready_s: float | None, console: Console) -> Target:
+def reached(target: ServerTarget, ready_s: float | None, console: Console) -> ServerTarget:
     """Waits until the server is ready, and returns the target with its model. Raises ConfigError."""
 
-    def tell(text: str) -> None:
-        say(console, text, "dim")
-
-    return named(target, ready.models(target, ready_s, tell), tell)
+    return named(target, ready.models(target, ready_s, lambda text: say(console, text, "dim")))
 
 
-def numbered(answer: Answer, index: int) -> Answer:
+def named(target: ServerTarget, listed: Sequence[str]) -> ServerTarget:
+    """The target with its model; if it names none, the first that the server lists.
+
+    Raises ConfigError if the server lists no model, or lists others.
+    """
+    if not target.model and not listed:
+        raise ConfigError(f"{target.base_url} lists no model under /v1/models; name one with --model")
+    if listed and target.model and target.model not in listed:
+        more = ", ..." if len(listed) > 5 else ""
+        raise ConfigError(
+            f"--model {target.model}: {target.base_url} serves {', '.join(listed[:5])}{more}; give one of these as "
+            "--model, or as --served-model-name beside a folder"
+        )
+    return target if target.model else msgspec.structs.replace(target, model=listed[0])
+
+
+@contextmanager
+def prompt_tokenizer(
+    vocabulary: TextVocabulary | None, target: ServerTarget, file: object = None
+) -> Generator[TextTokenizer | None]:
+    """What counts the tokens of prompts: the vocabulary of --tokenizer, else the server's /tokenize.
+
+    None if there is neither, and for a file, of which the server would have to tokenize every line.
+    """
+    if vocabulary is not None or file is not None:
+        yield vocabulary
+        return
+    with ready.tokenizer_of(target) as found:
+        yield found
+
+
+def numbered(answer: TimedAnswer, index: int) -> TimedAnswer:
     """The answer with its index among the answers of all loads of a result."""
     return msgspec.structs.replace(answer, index=index)
 
@@ -56,7 +85,7 @@ def seed_of(given: int | None) -> int:
 def watched(working: Working, done: Callable[[], int], total: int, what: str = "") -> Load:
     """`run_load` with a progress bar over all loads. done: requests finished in earlier loads; total: of all loads."""
 
-    def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
+    def load(target: ServerTarget, asks: Sequence[LoadRequest], pace: LoadPace) -> LoadRun:
         def show(live: Live) -> None:
             rate = live.tokens / live.seconds if live.seconds > 0 else 0.0
             failed = f", {live.failed:,} failed" if live.failed else ""
@@ -71,18 +100,18 @@ def watched(working: Working, done: Callable[[], int], total: int, what: str = "
 def result(
     kind: str,
     figures: dict[str, Any],
-    target: Target,
+    target: ServerTarget,
     *,
     dataset: dict[str, Any],
     details: dict[str, Any],
     began: float,
     stopped: bool,
-    pace: Pace | None = None,
-    answers: Sequence[Answer] = (),
+    pace: LoadPace | None = None,
+    answers: Sequence[TimedAnswer] = (),
     notes: Sequence[str] = (),
-) -> Result:
+) -> BenchResult:
     """A command's result with its provenance. details may contain records."""
-    return Result(
+    return BenchResult(
         kind=kind,
         figures=figures,
         command=command_without_secrets(["redline", *sys.argv[1:]]),
@@ -98,24 +127,24 @@ def result(
     )
 
 
-def check_files(save: str | Path | None, html: str | Path | None) -> None:
+def check_files(save: Path | None, html: Path | None) -> None:
     """Checks the output files before a run. Raises ConfigError if one cannot be written, or if both are the same."""
     for path in (save, html):
         if path is not None:
-            check_output(Path(path))
-    if save is not None and html is not None and Path(save).resolve() == Path(html).resolve():
+            check_output(path)
+    if save is not None and html is not None and save.resolve() == html.resolve():
         raise ConfigError(f"--html {html}: the result is written to this path; name another file")
 
 
-def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
+def keep(found: BenchResult, save: Path | None, html: Path | None, console: Console) -> None:
     """Writes the result and its page, each if a path is given. Raises ConfigError if a file cannot be written.
 
     Call it before printing: standard output may be a closed pipe.
     """
     if save is not None:
-        saved.save(Path(save), found)
+        saved.save(save, found)
     if html is not None:
-        save_bytes(Path(html), page_of([(save or html, found)]).encode())
+        save_bytes(html, page_of([(str(save or html), found)]).encode())
     for path in filter(None, (save, html)):
         say(console, f"written to {path}", "dim")
 

@@ -5,136 +5,95 @@ A vLLM flag that is not supported here is refused by name, and the error names t
 """
 
 import base64
-import functools
-import inspect
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-import typer
+from msgspec import Meta
 from typer.core import TyperCommand
 
-from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.target import Patience, ServerTarget
+from redline.cli.flags import Flag
 from redline.errors import ConfigError
+from redline.messages.base import Record
 
-SERVER, WAITING = "Server", "Timeouts"
+SERVER, WAITING, OUTPUT = Flag(panel="Server"), Flag(metavar="S", panel="Timeouts"), "Output"
+Positive = Annotated[float, Meta(ge=0.001)]
+NotNegative = Annotated[float, Meta(ge=0)]
 
 BaseUrl = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL",
-        help="The server, such as http://127.0.0.1:8000. Overrides --host and --port.",
-        rich_help_panel=SERVER,
-    ),
-]
-Host = Annotated[str, typer.Option(help="The server's host.", rich_help_panel=SERVER)]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.", rich_help_panel=SERVER)]
-Endpoint = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Default: the backend's path.", rich_help_panel=SERVER)
-]
-Backend = Annotated[
-    str | None,
-    typer.Option(
-        metavar="openai|openai-chat|...",
-        help="API of the server: completions, chat, or another dialect.",
-        rich_help_panel=SERVER,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(help="The model's name or folder. Default: the first that the server lists.", rich_help_panel=SERVER),
-]
-ServedModelName = Annotated[
-    str | None, typer.Option(help="The model's name on the server. Default: --model.", rich_help_panel=SERVER)
+    Meta(description="The server, such as http://127.0.0.1:8000. Overrides --host and --port."),
+    Flag(metavar="URL", panel="Server"),
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="Tokenizer that counts tokens. Default: --model, if that is a folder.",
-        rich_help_panel=SERVER,
-    ),
+    Meta(description="Tokenizer that counts tokens. Default: --model, if that is a folder."),
+    Flag(metavar="FOLDER", panel="Server"),
 ]
 Header = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Headers of every request (repeatable).", rich_help_panel=SERVER),
+    tuple[str, ...],
+    Meta(description="Headers of every request (repeatable)."),
+    Flag(metavar="KEY=VALUE", panel="Server"),
 ]
 ExtraBody = Annotated[
     str | None,
-    typer.Option(
-        metavar="JSON", help="Fields for the body of every request; they override other flags.", rich_help_panel=SERVER
-    ),
+    Meta(description="Fields for the body of every request; they override other flags."),
+    Flag(metavar="JSON", panel="Server"),
 ]
-Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Do not verify the server's certificate.", rich_help_panel=SERVER)
-]
-ConnectTimeout = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds to connect.", rich_help_panel=WAITING)
-]
-FirstTokenTimeout = Annotated[
-    float,
-    typer.Option(
-        min=0.001, metavar="S", help="Seconds from sending a request to its first token.", rich_help_panel=WAITING
-    ),
-]
-SilenceTimeout = Annotated[
-    float,
-    typer.Option(
-        min=0.001, metavar="S", help="Seconds without a byte on a stream that has started.", rich_help_panel=WAITING
-    ),
-]
-RequestTimeout = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds for one whole request.", rich_help_panel=WAITING)
-]
-ReadyTimeout = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        metavar="S",
-        help="Seconds to wait for the server. Default: 600 while it loads, 10 if connections are refused.",
-        rich_help_panel=WAITING,
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")]
-
-KEPT = "Output"
-
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)]
+Insecure = Annotated[bool, Meta(description="Do not verify the server's certificate."), SERVER]
+Quiet = Annotated[bool, Meta(description="Show no progress."), Flag("--disable-tqdm")]
+Save = Annotated[Path | None, Meta(description="Write the result as JSON."), Flag(metavar="FILE", panel=OUTPUT)]
 Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
+    Path | None, Meta(description="Write a page with tables and plots."), Flag(metavar="FILE", panel=OUTPUT)
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option(min=0, help="Seed of the prompts. Default: random, so that no cache has them; saved in the result."),
+RandomSeed = Annotated[
+    Annotated[int, Meta(ge=0)] | None,
+    Meta(description="Seed of the prompts. Default: random, so that no cache has them; saved in the result."),
 ]
-
-
 DatasetName = Annotated[
-    str, typer.Option(metavar="random|sharegpt|custom|prefix_repetition|redline", help="Dataset of the prompts.")
+    str, Meta(description="Dataset of the prompts."), Flag(metavar="random|sharegpt|custom|prefix_repetition|redline")
 ]
 DatasetPath = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File of the dataset; for redline also a folder.")
+    Path | None, Meta(description="File of the dataset; for redline also a folder."), Flag(metavar="FILE")
+]
+Rising = Annotated[NotNegative, Meta(description="Lengths are uniform in L (1 - R) to L (1 + R).")]
+IgnoreEos = Annotated[bool, Meta(description="Generate every answer to its full length. Random prompts always do.")]
+IgnoreEosIfServed = Annotated[
+    bool, Meta(description="Generate every answer to its full length, if the server supports the field.")
+]
+Temperature = Annotated[NotNegative | None, Meta(description="Default: the server's own.")]
+Goodput = Annotated[
+    tuple[str, ...],
+    Meta(description="SLO targets that a good request meets: ttft:500 tpot:20 e2el:10000."),
+    Flag(metavar="NAME:MS", panel=OUTPUT),
 ]
 
-PATIENCE = Patience()
 
+class ServerFlags(Record, frozen=True):
+    """One server: its address, its API dialect, and the tokenizer that counts its tokens."""
 
-@dataclass(frozen=True, kw_only=True)
-class ServerFlags:
-    """Flags of one server: its address, its API dialect, and the tokenizer that counts its tokens."""
-
-    host: Host = "127.0.0.1"
-    port: Port = 8000
-    endpoint: Endpoint = None
-    backend: Backend = None
-    model: Model = None
-    served_model_name: ServedModelName = None
+    host: Annotated[str, Meta(description="The server's host."), SERVER] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="The server's port."), SERVER] = 8000
+    endpoint: Annotated[
+        str | None, Meta(description="Default: the backend's path."), Flag(metavar="PATH", panel="Server")
+    ] = None
+    backend: Annotated[
+        str | None,
+        Meta(description="API of the server: completions, chat, or another dialect."),
+        Flag(metavar="openai|openai-chat|...", panel="Server"),
+    ] = None
+    model: Annotated[
+        str | None, Meta(description="The model's name or folder. Default: the first that the server lists."), SERVER
+    ] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="The model's name on the server. Default: --model."), SERVER
+    ] = None
     tokenizer: Tokenizer = None
-    header: Header = None
+    header: Header = ()
     extra_body: ExtraBody = None
     insecure: Insecure = False
 
@@ -145,39 +104,61 @@ class ServerFlags:
 
     def target(
         self,
-        base_url: str | None,
-        patience: Patience,
+        base_url: str | None = None,
+        patience: Patience | None = None,
         *,
         body: dict[str, Any] | None = None,
         otherwise: str = "openai-chat",
-    ) -> Target:
-        """`target_of` for these flags."""
-        return target_of(
-            base_url=base_url,
-            host=self.host,
-            port=self.port,
-            endpoint=self.endpoint,
-            backend=self.backend,
-            model=self.model,
-            served_model_name=self.served_model_name,
-            header=self.header,
-            extra_body=self.extra_body,
-            insecure=self.insecure,
-            body=body,
-            patience=patience,
-            otherwise=otherwise,
+    ) -> ServerTarget:
+        """The server that the flags describe. Its API key comes from OPENAI_API_KEY or REDLINE_API_KEY.
+
+        body: fields set by other flags; those of extra_body override them. otherwise: the backend if neither --backend
+        nor --endpoint names one. Raises ConfigError, naming the flag.
+        """
+        host, path = self.host, self.endpoint or ""
+        url, basic = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}", dict[str, str]()
+        if base_url is not None:
+            url, basic = address(base_url)
+        if path.startswith("http"):
+            raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
+        if path and not path.startswith("/"):
+            path = f"/{path}"
+        spoken = {"/chat/completions": "openai-chat", "/completions": "openai"}
+        backend = self.backend or next((name for end, name in spoken.items() if path.endswith(end)), otherwise)
+        return ServerTarget(
+            base_url=url,
+            backend=backend,
+            endpoint=path,
+            model=self.served_model_name or self.model or "",
+            key=key_of("OPENAI_API_KEY") or key_of("REDLINE_API_KEY"),
+            headers={**basic, **pairs("--header", self.header)},
+            body={**(body or {}), **json_object("--extra-body", self.extra_body)},
+            verify_tls=not self.insecure,
+            patience=patience or Patience(),
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaitingFlags:
+PATIENCE = Patience()
+
+
+class WaitingFlags(Record, frozen=True):
     """Timeouts: for a server that starts, and for each phase of a request."""
 
-    ready_check_timeout_sec: ReadyTimeout = None
-    connect_timeout_sec: ConnectTimeout = PATIENCE.connect
-    first_token_timeout_sec: FirstTokenTimeout = PATIENCE.first
-    silence_timeout_sec: SilenceTimeout = PATIENCE.silence
-    request_timeout_sec: RequestTimeout = PATIENCE.whole
+    ready_check_timeout_sec: Annotated[
+        NotNegative | None,
+        Meta(description="Seconds to wait for the server. Default: 600 while it loads, 10 if connections are refused."),
+        WAITING,
+    ] = None
+    connect_timeout_sec: Annotated[Positive, Meta(description="Seconds to connect."), WAITING] = PATIENCE.connect
+    first_token_timeout_sec: Annotated[
+        Positive, Meta(description="Seconds from sending a request to its first token."), WAITING
+    ] = PATIENCE.first
+    silence_timeout_sec: Annotated[
+        Positive, Meta(description="Seconds without a byte on a stream that has started."), WAITING
+    ] = PATIENCE.silence
+    request_timeout_sec: Annotated[Positive, Meta(description="Seconds for one whole request."), WAITING] = (
+        PATIENCE.whole
+    )
 
     @property
     def patience(self) -> Patience:
@@ -188,34 +169,6 @@ class WaitingFlags:
             silence=self.silence_timeout_sec,
             whole=self.request_timeout_sec,
         )
-
-
-def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """The command with typer's signature: each parameter that is a group of flags is replaced by the group's fields."""
-    hints = get_type_hints(verb, include_extras=True)
-    groups: dict[str, type[Any]] = {}
-    flags: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(verb).parameters.items():
-        if not is_dataclass(hints[name]):
-            flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
-            continue
-        groups[name] = hints[name]
-        kinds = get_type_hints(hints[name], include_extras=True)
-        for field in fields(hints[name]):
-            kind, default = kinds[field.name], field.default
-            flags.append(
-                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            )
-
-    @functools.wraps(verb)
-    def typed(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        verb(**given)
-
-    typed.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportAttributeAccessIssue]
-    typed.__annotations__ = {flag.name: flag.annotation for flag in flags}
-    return typed
 
 
 # vLLM options that take several values after one name.
@@ -288,50 +241,12 @@ def _refuse(name: str) -> None:
         raise ConfigError(f"{name} of vLLM is not supported here: write the requests as JSONL, --dataset-name custom")
 
 
-def target_of(
-    *,
-    base_url: str | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    endpoint: str | None = None,
-    backend: str | None = None,
-    model: str | None = None,
-    served_model_name: str | None = None,
-    header: Sequence[str] | None = None,
-    extra_body: str | None = None,
-    insecure: bool = False,
-    body: dict[str, Any] | None = None,
-    patience: Patience | None = None,
-    otherwise: str = "openai-chat",
-) -> Target:
-    """The server that the flags describe. Its API key comes from OPENAI_API_KEY or REDLINE_API_KEY.
-
-    body: fields set by other flags; those of extra_body override them. otherwise: the backend if neither --backend nor
-    --endpoint names one. Raises ConfigError, naming the flag.
-    """
-    url, basic = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", dict[str, str]()
-    if base_url is not None:
-        url, basic = address(base_url)
-    path = endpoint or ""
-    if path.startswith("http"):
-        raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
-    if path and not path.startswith("/"):
-        path = f"/{path}"
-    spoken = "openai-chat" if path.endswith("/chat/completions") else "openai" if path.endswith("/completions") else ""
-    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("REDLINE_API_KEY")
+def key_of(variable: str) -> str | None:
+    """The API key in an environment variable; None if it is not set. Raises ConfigError for an invalid one."""
+    key = os.environ.get(variable) or None
     if key is not None and not (key.isascii() and key.isprintable()):
-        raise ConfigError("the API key in the environment may contain printable ASCII characters only")
-    return Target(
-        base_url=url,
-        backend=backend or spoken or otherwise,
-        endpoint=path,
-        model=served_model_name or model or "",
-        key=key,
-        headers={**basic, **pairs("--header", header or ())},
-        body={**(body or {}), **json_object("--extra-body", extra_body)},
-        verify_tls=not insecure,
-        patience=patience or Patience(),
-    )
+        raise ConfigError(f"environment variable {variable}: an API key has printable ASCII characters only")
+    return key
 
 
 def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """`redline bench prefill`: the tables of `bench.step.prefill`."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -11,43 +10,33 @@ from redline.bench.machine import device_name, measure
 from redline.bench.record import provenance
 from redline.bench.step.prefill import LAYERS, MODEL, PEER_MS, PrefillCase, check, prefill_cases
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
+from redline.cli.bench.steps import PrefillFlags
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.group import Group
 from redline.kernels.hopper.kernel import has_kernels, why_not
-from redline.messages.base import Record
 from redline.progress import Working
 from redline.worker.engine import pick_device
 
 READ_BYTES = 4 << 30  # bytes read to measure bandwidth: far more than any cache holds
 
 
-class PrefillConfig(Record, frozen=True):
-    """Configuration of `redline bench prefill`, which measures each tokens x start."""
-
-    tokens: tuple[int, ...] = (8192,)  # tokens of the chunk
-    start: tuple[int, ...] = (0,)  # tokens of the prompt before the chunk
-    ranks: int = 1  # tensor parallel ranks
-    repeats: int = 7  # timed runs per figure
-    save: str | None = None
-
-
-def bench_prefill(config: PrefillConfig, console: Console) -> int:
+def run(config: PrefillFlags, console: Console) -> int:
     """Measures a layer over prefill chunks, prints and saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises ConfigError before anything is measured, and RedlineError after the result is saved if ranks disagree.
     """
     if config.save is not None:
-        check_output(Path(config.save))
+        check_output(config.save)
     device = pick_device(None)
     if device.type == "cpu" or not has_kernels(device):
         raise ConfigError(f"prefill is measured on an NVIDIA GPU of compute capability 9.0 (H100, H200): {why_not()}")
     with ranks_of_gpus(MODEL, config.ranks) as group:
-        return until_interrupted(lambda: _bench_prefill(config, group, console), console)
+        return until_interrupted(lambda: _run(config, group, console), console)
 
 
-def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int:
+def _run(config: PrefillFlags, group: Group, console: Console) -> int:
     device, cases = torch.device("cuda"), list[PrefillCase]()
     with torch.inference_mode(), Working("measuring the machine") as working:
         machine = measure(device, working_set_bytes=READ_BYTES)
@@ -69,7 +58,7 @@ def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int
             "peer_ms": {str(tokens): ms for tokens, ms in PEER_MS.items()} if config.ranks == 1 else {},
             "cases": cases,
         }
-        save_result(Path(config.save), record, console)
+        save_result(config.save, record, console)
     for case in cases:
         check(case)
     return 0

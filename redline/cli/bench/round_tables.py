@@ -1,5 +1,6 @@
 """`redline bench decode --shape ... --draft-shape ...`: the table of `bench.step.rounds`."""
 
+import functools
 import gc
 import itertools
 from collections.abc import Sequence
@@ -11,17 +12,23 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from redline.bench.machine import measure
-from redline.bench.step.depth_fit import Memory
-from redline.bench.step.depth_record import RoundRecord, append, read, round_record
+from redline.bench.step.depth_fit import DepthMemory
+from redline.bench.step.depth_record import RoundRecord, append, round_record
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
 from redline.bench.step.trace import draw
-from redline.cli.bench.step_tables import READ_BYTES, DepthConfig, cases, check_device, describe
-from redline.cli.console import rate, say, until_interrupted
-from redline.disk import check_output
+from redline.cli.bench.step_tables import (
+    READ_BYTES,
+    DepthConfig,
+    all_threads,
+    cases,
+    check_device,
+    describe,
+    limits,
+    saved_case_by_case,
+)
+from redline.cli.console import rate, say
 from redline.errors import ConfigError
-from redline.kernels.cpu import native
 from redline.kernels.group import Group
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.messages.base import Record
@@ -63,19 +70,8 @@ def bench_rounds(config: RoundsConfig, console: Console) -> int:
         step = msgspec.structs.replace(config.step, save=None)
         config, console = msgspec.structs.replace(config, step=step), Console(quiet=True)
     with ranks_of_gpus(measured[0].depth.config, config.step.ranks) as group:
-        return _bench_cases(config, measured, device, console, group)
-
-
-def _bench_cases(
-    config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, console: Console, group: Group
-) -> int:
-    save = None if config.step.save is None else Path(config.step.save)
-    if save is not None:
-        check_output(save)
-        if save.exists():
-            read(save, RoundRecord)  # reject a file of another kind before minutes of measuring
-    kept = "nothing was saved" if save is None else f"{save} contains the cases measured so far"
-    return until_interrupted(lambda: _bench_rounds(config, measured, device, save, console, group), console, kept)
+        work = functools.partial(_bench_rounds, config, measured, device, console, group)
+        return saved_case_by_case(config.step.save, RoundRecord, work, console)
 
 
 def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
@@ -118,27 +114,19 @@ def _rates(config: RoundsConfig, k: int) -> tuple[float, ...]:
 
 
 def _bench_rounds(
-    config: RoundsConfig,
-    measured: Sequence[RoundCase],
-    device: torch.device,
-    save: Path | None,
-    console: Console,
-    group: Group,
+    config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, console: Console, group: Group
 ) -> int:
-    repeats, threads = config.step.repeats, torch.get_num_threads()
-    torch.set_num_threads(native.threads())
+    repeats, save = config.step.repeats, config.step.save
     records: list[RoundRecord] = []
     hosts: list[float] = []
-    try:
+    with all_threads():
         largest = max(measured, key=lambda case: _memory(case, repeats).whole)
         memory = _memory(largest, repeats)
         for line in describe(largest.depth, config.step, memory):
             say(console, line)
         if memory.whole > (free := free_memory(device)):
             raise memory.refusal(free)
-        machine = measure(device, min(memory.weights, READ_BYTES))
-        if device.type == "cpu" and native.library() is not None:
-            torch.set_num_threads(1)
+        machine = limits(device, min(memory.weights, READ_BYTES))
         try:
             with Working("building") as working:
                 model, drafter = _models(measured, device, working, group)
@@ -156,16 +144,14 @@ def _bench_rounds(
                 _print(records, hosts, machine, console)
         if save is not None:
             say(console, f"added to {save}", "dim")
-    finally:
-        torch.set_num_threads(threads)
     return 0
 
 
-def _memory(case: RoundCase, repeats: int) -> Memory:
+def _memory(case: RoundCase, repeats: int) -> DepthMemory:
     """While loading, the drafter's weights are in memory twice: whole, and as this rank's shard."""
     grows = case.reach(repeats) - case.depth.context - case.depth.tokens
     numbers = 2 * drafter_weights(case.drafter) - left_out(case.drafter, case.depth.ranks)
-    return Memory(case.depth, 2 * numbers, grows)
+    return DepthMemory(case.depth, 2 * numbers, grows)
 
 
 def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Eagle3]:

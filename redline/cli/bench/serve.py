@@ -1,358 +1,260 @@
-"""`redline bench serve`: the flags of `vllm bench serve`, and the config that is built from them."""
+"""`redline bench serve`: the flags of `vllm bench serve`."""
 
 import math
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from msgspec import Meta
 
-from redline.bench.serving.target import Ramp
+from redline.bench.serving.target import Ramp, ServerTarget
 from redline.cli.bench.options import (
+    OUTPUT,
     SERVER,
     BaseUrl,
+    Goodput,
+    Html,
+    NotNegative,
+    Positive,
     Quiet,
     ServerFlags,
     WaitingFlags,
-    choices,
-    goals,
-    grouped,
-    pairs,
-    percentiles,
 )
 from redline.cli.console import plain_console
+from redline.cli.flags import AtLeast1, Flag
 from redline.errors import ConfigError
+from redline.messages.base import Record
 
-DATA, TRAFFIC, SAMPLING, RESULT = "Dataset", "Traffic", "Sampling", "Output"
+DATA, TRAFFIC, SAMPLING, RESULT = (Flag(panel=name) for name in ("Dataset", "Traffic", "Sampling", OUTPUT))
+AtLeast0 = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+OWN = Meta(description="Default: the server's own.")
 
 
-@grouped
-def bench_serve(
-    *,
-    base_url: BaseUrl = None,
-    server: ServerFlags,
-    skip_tokenizer_init: Annotated[
-        bool,
-        typer.Option(
-            "--skip-tokenizer-init",
-            help="Load no tokenizer; use the token counts that the server reports.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
+class DataFlags(Record, frozen=True):
+    """The prompts. Every default is None, or false: a preset applies where no flag is given."""
+
     preset: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A known setting, such as lambda or chat; other flags override it.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+        Meta(description="A known setting, such as lambda or chat; other flags override it."),
+        Flag(metavar="NAME", panel="Dataset"),
+    ] = None
     dataset_name: Annotated[
         str | None,
-        typer.Option(
-            metavar="random|sharegpt|custom|prefix_repetition|redline",
-            help="Dataset of the prompts. Default: random.",
-            rich_help_panel=DATA,
-        ),
-    ] = None,
+        Meta(description="Dataset of the prompts. Default: random."),
+        Flag(metavar="random|sharegpt|custom|prefix_repetition|redline", panel="Dataset"),
+    ] = None
     dataset_path: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File of the dataset.", rich_help_panel=DATA)
-    ] = None,
-    num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Number of requests. Default: 1000.", rich_help_panel=DATA)
-    ] = None,
+        str | None, Meta(description="File of the dataset."), Flag(metavar="FILE", panel="Dataset")
+    ] = None
+    num_prompts: Annotated[AtLeast1 | None, Meta(description="Number of requests. Default: 1000."), DATA] = None
     input_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per prompt: another name for --random-input-len.", rich_help_panel=DATA),
-    ] = None,
-    output_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum tokens per answer, for any dataset.", rich_help_panel=DATA),
-    ] = None,
-    random_input_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per random prompt. Default: 1024.", rich_help_panel=DATA)
-    ] = None,
+        AtLeast1 | None, Meta(description="Tokens per prompt: another name for --random-input-len."), DATA
+    ] = None
+    output_len: Annotated[AtLeast1 | None, Meta(description="Maximum tokens per answer, for any dataset."), DATA] = None
+    random_input_len: Annotated[AtLeast1 | None, Meta(description="Tokens per random prompt. Default: 1024."), DATA] = (
+        None
+    )
     random_output_len: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per answer to a random prompt. Default: 128.", rich_help_panel=DATA),
-    ] = None,
+        AtLeast1 | None, Meta(description="Tokens per answer to a random prompt. Default: 128."), DATA
+    ] = None
     random_range_ratio: Annotated[
-        float | None,
-        typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R). Default: 0.", rich_help_panel=DATA),
-    ] = None,
+        NotNegative | None, Meta(description="Lengths are uniform in L (1 - R) to L (1 + R). Default: 0."), DATA
+    ] = None
     random_prefix_len: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens of a prefix that all random prompts share. Default: 0.", rich_help_panel=DATA),
-    ] = None,
+        AtLeast0 | None, Meta(description="Tokens of a prefix that all random prompts share. Default: 0."), DATA
+    ] = None
     sharegpt_output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens per answer. Default: the length of the answer in the file.", rich_help_panel=DATA
-        ),
-    ] = None,
+        AtLeast1 | None, Meta(description="Tokens per answer. Default: the length of the answer in the file."), DATA
+    ] = None
     custom_output_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens per answer. Default: the length given in the line, else 256.", rich_help_panel=DATA
-        ),
-    ] = None,
+        AtLeast1 | None, Meta(description="Tokens per answer. Default: the length given in the line, else 256."), DATA
+    ] = None
     prefix_repetition_prefix_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens per shared prefix. Default: 256.", rich_help_panel=DATA)
-    ] = None,
+        AtLeast0 | None, Meta(description="Tokens per shared prefix. Default: 256."), DATA
+    ] = None
     prefix_repetition_suffix_len: Annotated[
-        int | None, typer.Option(min=0, help="Tokens after the prefix. Default: 256.", rich_help_panel=DATA)
-    ] = None,
+        AtLeast0 | None, Meta(description="Tokens after the prefix. Default: 256."), DATA
+    ] = None
     prefix_repetition_num_prefixes: Annotated[
-        int | None, typer.Option(min=1, help="Number of prefixes. Default: 10.", rich_help_panel=DATA)
-    ] = None,
+        AtLeast1 | None, Meta(description="Number of prefixes. Default: 10."), DATA
+    ] = None
     prefix_repetition_output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per answer. Default: 128.", rich_help_panel=DATA)
-    ] = None,
+        AtLeast1 | None, Meta(description="Tokens per answer. Default: 128."), DATA
+    ] = None
     no_oversample: Annotated[
-        bool,
-        typer.Option(
-            "--no-oversample",
-            help="Send no prompt of a file twice, even if the file has too few.",
-            rich_help_panel=DATA,
-        ),
-    ] = False,
+        bool, Meta(description="Send no prompt of a file twice, even if the file has too few."), DATA
+    ] = False
     skip_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--skip-chat-template",
-            help="Accepted and ignored: this client never applies a chat template.",
-            rich_help_panel=DATA,
-        ),
-    ] = False,
-    disable_shuffle: Annotated[
-        bool, typer.Option("--disable-shuffle", help="Send prompts in the order of the file.", rich_help_panel=DATA)
-    ] = False,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of prompts and arrival times. Default: 0.", rich_help_panel=DATA)
-    ] = None,
+        bool, Meta(description="Accepted and ignored: this client never applies a chat template."), DATA
+    ] = False
+    disable_shuffle: Annotated[bool, Meta(description="Send prompts in the order of the file."), DATA] = False
+    seed: Annotated[AtLeast0 | None, Meta(description="Seed of prompts and arrival times. Default: 0."), DATA] = None
+    ignore_eos: Annotated[
+        bool, Meta(description="Generate every answer to its full length. Random prompts always do."), SAMPLING
+    ] = False
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `DatasetConfig` that the flags set."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name in ("preset", "input_len", "output_len", "skip_chat_template"):
+            del found[name]
+        found["random_input_len"] = self.random_input_len or self.input_len
+        for name in ("random", "sharegpt", "custom", "prefix_repetition"):
+            found[f"{name}_output_len"] = found[f"{name}_output_len"] or self.output_len
+        found["ignore_eos"] = self.ignore_eos or (self.preset is None and self.dataset_name in (None, "random"))
+        return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+class TrafficFlags(Record, frozen=True):
+    """When requests are sent."""
+
     request_rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Mean requests/s. inf: send as soon as --max-concurrency allows. Default: inf.",
-            rich_help_panel=TRAFFIC,
-        ),
-    ] = None,
+        NotNegative | None,
+        Meta(description="Mean requests/s. inf: send as soon as --max-concurrency allows. Default: inf."),
+        TRAFFIC,
+    ] = None
     burstiness: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="1: a Poisson process; less: bursts; more: an even rate. Default: 1.", rich_help_panel=TRAFFIC
-        ),
-    ] = None,
+        NotNegative | None,
+        Meta(description="1: a Poisson process; less: bursts; more: an even rate. Default: 1."),
+        TRAFFIC,
+    ] = None
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Maximum concurrent requests. Default: no limit.", rich_help_panel=TRAFFIC)
-    ] = None,
+        AtLeast1 | None, Meta(description="Maximum concurrent requests. Default: no limit."), TRAFFIC
+    ] = None
     ramp_up_strategy: Annotated[
         str | None,
-        typer.Option(metavar="linear|exponential", help="A rate that changes over the run.", rich_help_panel=TRAFFIC),
-    ] = None,
+        Meta(description="A rate that changes over the run."),
+        Flag(metavar="linear|exponential", panel="Traffic"),
+    ] = None
     ramp_up_start_rps: Annotated[
-        float | None, typer.Option(min=0, help="Requests/s at the start of the ramp.", rich_help_panel=TRAFFIC)
-    ] = None,
-    ramp_up_end_rps: Annotated[
-        float | None, typer.Option(min=0, help="Requests/s at the end of the ramp.", rich_help_panel=TRAFFIC)
-    ] = None,
-    num_warmups: Annotated[
-        int | None, typer.Option(min=0, help="Warm-up requests, which are not measured.", rich_help_panel=TRAFFIC)
-    ] = None,
+        NotNegative | None, Meta(description="Requests/s at the start of the ramp."), TRAFFIC
+    ] = None
+    ramp_up_end_rps: Annotated[NotNegative | None, Meta(description="Requests/s at the end of the ramp."), TRAFFIC] = (
+        None
+    )
+    num_warmups: Annotated[AtLeast0 | None, Meta(description="Warm-up requests, which are not measured."), TRAFFIC] = (
+        None
+    )
     max_seconds: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            metavar="S",
-            help="End the run after this many seconds and report the answers received so far.",
-            rich_help_panel=TRAFFIC,
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Generate every answer to its full length. Random prompts always do.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = False,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)] = None,
-    min_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Default: the server's own.", rich_help_panel=SAMPLING)
-    ] = None,
-    logprobs: Annotated[
-        int | None, typer.Option(min=0, help="Number of log probabilities per token.", rich_help_panel=SAMPLING)
-    ] = None,
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME:MS",
-            help="SLO targets that a good request meets: ttft:500 tpot:20 e2el:10000.",
-            rich_help_panel=RESULT,
-        ),
-    ] = None,
+        Positive | None,
+        Meta(description="End the run after this many seconds and report the answers received so far."),
+        Flag(metavar="S", panel="Traffic"),
+    ] = None
+
+    def fields(self, seed: int | None) -> dict[str, Any]:
+        """The fields of a `Pace` that the flags set. Raises ConfigError for flags that contradict each other."""
+        for flag, number in (("--request-rate", self.request_rate), ("--burstiness", self.burstiness)):
+            if number is not None and not number > 0:  # NaN neither
+                raise ConfigError(f"{flag} {number:g}: expected a number above 0, or inf")
+        found: dict[str, Any] = {
+            "rate": self.request_rate,
+            "burstiness": self.burstiness,
+            "max_concurrency": self.max_concurrency,
+            "ramp": self._ramp(),
+            "warmups": self.num_warmups,
+            "deadline": self.max_seconds,
+            "seed": seed,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _ramp(self) -> Ramp | None:
+        strategy, start, end = self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps
+        if strategy is None:
+            if start is not None or end is not None:
+                raise ConfigError(
+                    "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear|exponential"
+                )
+            return None
+        if strategy not in ("linear", "exponential"):
+            raise ConfigError(f"--ramp-up-strategy {strategy!r}: expected linear or exponential")
+        if self.request_rate is not None and self.request_rate < math.inf:
+            raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out")
+        if start is None or end is None:
+            raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+        if end < start or not end or (strategy == "exponential" and not start):
+            raise ConfigError(
+                f"--ramp-up-start-rps {start:g}, --ramp-up-end-rps {end:g}: a ramp must go up, and an exponential "
+                "ramp must start above 0"
+            )
+        return Ramp(strategy=strategy, start=start, end=end)
+
+
+class SamplingFlags(Record, frozen=True):
+    """Fields of every request's body; None: left out."""
+
+    temperature: Annotated[NotNegative | None, OWN, SAMPLING] = None
+    top_p: Annotated[Share | None, OWN, SAMPLING] = None
+    top_k: Annotated[int | None, OWN, SAMPLING] = None
+    min_p: Annotated[Share | None, OWN, SAMPLING] = None
+    frequency_penalty: Annotated[float | None, OWN, SAMPLING] = None
+    presence_penalty: Annotated[float | None, OWN, SAMPLING] = None
+    repetition_penalty: Annotated[float | None, OWN, SAMPLING] = None
+    logprobs: Annotated[AtLeast0 | None, Meta(description="Number of log probabilities per token."), SAMPLING] = None
+
+
+class ServeBenchFlags(Record, frozen=True):
+    """The flags of `redline bench serve`."""
+
+    base_url: BaseUrl = None
+    server: ServerFlags = ServerFlags()
+    skip_tokenizer_init: Annotated[
+        bool, Meta(description="Load no tokenizer; use the token counts that the server reports."), SERVER
+    ] = False
+    data: DataFlags = DataFlags()
+    traffic: TrafficFlags = TrafficFlags()
+    sampling: SamplingFlags = SamplingFlags()
+    goodput: Goodput = ()
     percentile_metrics: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Latencies to report, comma-separated. Default: all that apply.",
-            rich_help_panel=RESULT,
-        ),
-    ] = None,
+        Meta(description="Latencies to report, comma-separated. Default: all that apply."),
+        Flag(metavar="NAMES", panel=OUTPUT),
+    ] = None
     metric_percentiles: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Percentiles to report, comma-separated.", rich_help_panel=RESULT)
-    ] = "50,90,99",
-    save_result: Annotated[
-        bool,
-        typer.Option("--save-result", help="Write the result as JSON, with a row per request.", rich_help_panel=RESULT),
-    ] = False,
-    save_detailed: Annotated[
-        bool,
-        typer.Option("--save-detailed", help="Save texts and vLLM's per-request lists too.", rich_help_panel=RESULT),
-    ] = False,
+        str,
+        Meta(description="Percentiles to report, comma-separated."),
+        Flag(metavar="NUMBERS", panel=OUTPUT),
+    ] = "50,90,99"
+    save_result: Annotated[bool, Meta(description="Write the result as JSON, with a row per request."), RESULT] = False
+    save_detailed: Annotated[bool, Meta(description="Save texts and vLLM's per-request lists too."), RESULT] = False
     result_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder of the result. Default: the current one.", rich_help_panel=RESULT),
-    ] = None,
+        Path,
+        Meta(description="Folder of the result. Default: the current one."),
+        Flag(metavar="FOLDER", panel=OUTPUT),
+    ] = Path()
     result_filename: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Name of the result file. Default: made of label, rate, model and time.",
-            rich_help_panel=RESULT,
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=RESULT)
-    ] = None,
-    label: Annotated[
-        str | None, typer.Option(help="A name for this run. Default: the backend.", rich_help_panel=RESULT)
-    ] = None,
+        Meta(description="Name of the result file. Default: made of label, rate, model and time."),
+        Flag(metavar="FILE", panel=OUTPUT),
+    ] = None
+    html: Html = None
+    label: Annotated[str | None, Meta(description="A name for this run. Default: the backend."), RESULT] = None
     metadata: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Saved in the result (repeatable).", rich_help_panel=RESULT),
-    ] = None,
-    disable_tqdm: Quiet = False,
-    waiting: WaitingFlags,
-) -> None:
+        tuple[str, ...],
+        Meta(description="Saved in the result (repeatable)."),
+        Flag(metavar="KEY=VALUE", panel=OUTPUT),
+    ] = ()
+    disable_tqdm: Quiet = False
+    waiting: WaitingFlags = WaitingFlags()
+
+    @property
+    def target(self) -> ServerTarget:
+        """The server, with the fields that the flags add to every body. Raises ConfigError."""
+        sampling = {name: getattr(self.sampling, name) for name in self.sampling.__struct_fields__}
+        return self.server.target(
+            self.base_url,
+            self.waiting.patience,
+            body={name: value for name, value in sampling.items() if value is not None},
+            otherwise="openai-chat" if self.data.dataset_name == "redline" else "openai",
+        )
+
+
+def bench_serve(flags: ServeBenchFlags) -> int:
     """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
 
     Reports TTFT, TPOT, ITL and E2EL with mean, median and percentiles; thinking and answer separately; the server's
     token counts compared with its stream; and the load of this client. The API key is read from OPENAI_API_KEY or
     REDLINE_API_KEY.
     """
-    from redline.bench.serving.metrics import NAMES, SLOS
-    from redline.bench.serving.presets import with_preset
-    from redline.cli.bench.serve_run import ServeConfig
-    from redline.cli.bench.serve_run import bench_serve as measure
+    from redline.cli.bench.serve_run import run
 
-    asked = {
-        "dataset_name": dataset_name,
-        "dataset_path": dataset_path,
-        "num_prompts": num_prompts,
-        "random_input_len": random_input_len or input_len,
-        "random_output_len": random_output_len or output_len,
-        "random_range_ratio": random_range_ratio,
-        "random_prefix_len": random_prefix_len,
-        "sharegpt_output_len": sharegpt_output_len or output_len,
-        "custom_output_len": custom_output_len or output_len,
-        "prefix_repetition_prefix_len": prefix_repetition_prefix_len,
-        "prefix_repetition_suffix_len": prefix_repetition_suffix_len,
-        "prefix_repetition_num_prefixes": prefix_repetition_num_prefixes,
-        "prefix_repetition_output_len": prefix_repetition_output_len or output_len,
-        "seed": seed,
-        "ignore_eos": ignore_eos or (preset is None and dataset_name in (None, "random")) or None,
-        "disable_shuffle": disable_shuffle or None,
-        "no_oversample": no_oversample or None,
-    }
-    paced = {
-        "rate": request_rate,
-        "burstiness": burstiness,
-        "max_concurrency": max_concurrency,
-        "ramp": ramp_of(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps, request_rate),
-        "warmups": num_warmups,
-        "deadline": max_seconds,
-        "seed": seed,
-    }
-    for flag, number in (("--request-rate", request_rate), ("--burstiness", burstiness)):
-        if number is not None and not number > 0:  # NaN neither
-            raise ConfigError(f"{flag} {number:g}: expected a number above 0, or inf")
-    if dataset_path is not None and dataset_name in (None, "random", "prefix_repetition"):
-        raise ConfigError(f"--dataset-path {dataset_path}: which --dataset-name is it, sharegpt, custom or redline?")
-    sampling = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logprobs": logprobs,
-    }
-    target = server.target(
-        base_url,
-        waiting.patience,
-        body=given(sampling),
-        otherwise="openai-chat" if dataset_name == "redline" else "openai",
-    )
-    dataset, pace = with_preset(preset, {**given(asked), "backend": target.backend}, given(paced))
-    config = ServeConfig(
-        target=target,
-        pace=pace,
-        dataset=dataset,
-        model=server.model,
-        tokenizer=None if skip_tokenizer_init else server.vocabulary,
-        goodput=goals(goodput or (), SLOS),
-        latencies=choices("--percentile-metrics", percentile_metrics, NAMES),
-        percentiles=percentiles(metric_percentiles),
-        ready_s=waiting.ready_check_timeout_sec,
-        quiet=disable_tqdm,
-        label=label,
-        metadata=pairs("--metadata", metadata or ()),
-        save=save_result or save_detailed or result_filename is not None,
-        detailed=save_detailed,
-        folder="" if result_dir is None else str(result_dir),
-        filename=result_filename,
-        html=None if html is None else str(html),
-    )
-    raise typer.Exit(measure(config, plain_console()))
-
-
-def given(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given."""
-    return {name: value for name, value in flags.items() if value is not None}
-
-
-def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: float | None) -> Ramp | None:
-    """A ramp from its three flags: all or none of them must be given. Raises ConfigError."""
-    if strategy is None:
-        if start is not None or end is not None:
-            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear|exponential")
-        return None
-    if strategy not in ("linear", "exponential"):
-        raise ConfigError(f"--ramp-up-strategy {strategy!r}: expected linear or exponential")
-    if rate is not None and rate < math.inf:
-        raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out")
-    if start is None or end is None:
-        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-    if end < start or not end or (strategy == "exponential" and not start):
-        raise ConfigError(
-            f"--ramp-up-start-rps {start:g}, --ramp-up-end-rps {end:g}: a ramp must go up, and an exponential "
-            "ramp must start above 0"
-        )
-    return Ramp(strategy=strategy, start=start, end=end)
+    return run(flags, plain_console())

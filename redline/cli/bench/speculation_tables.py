@@ -11,9 +11,9 @@ from rich.table import Table
 from redline.bench.record import provenance
 from redline.bench.speculation.rates import (
     Asker,
-    Part,
     Question,
     Rate,
+    StepPart,
     bench_parts,
     bench_rates,
     mean_times,
@@ -22,14 +22,15 @@ from redline.bench.speculation.rates import (
 )
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.cli.bench.steps import SpeculateFlags
 from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
-from redline.messages.base import Record
 from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
+from redline.model.spec import spec_of
 from redline.policy.synthetic import Acceptance, rates_of, read_acceptance
 from redline.progress import Working
 from redline.worker.config import EngineConfig
@@ -38,33 +39,14 @@ from redline.worker.engine import Engine
 ABOVE = "A speed above its floor means that the floor was measured on a busy machine; run again with the machine idle."
 
 
-class SpeculateConfig(Record, frozen=True):
-    """Configuration of `redline bench speculate`."""
-
-    folder: str  # the checkpoint's folder
-    draft: str  # the drafter's folder
-    prompts: tuple[str, ...] = ()  # files; (): the checkpoint's own evaluation sets
-    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # draft tokens per round
-    batch: tuple[int, ...] = (1, 16)  # concurrent requests
-    questions: int = 16  # prompts per domain, at most
-    rounds: int = 3  # runs per domain, variant and batch
-    max_tokens: int = 128  # maximum tokens per answer
-    temperature: float = 0.0  # 0: greedy
-    context: int = 512  # tokens already in the KV cache when the parts of a step are timed
-    repeats: int = 40  # timed steps per part
-    synthetic_acceptance: str | None = None  # a length or rates (`tune.synthetic`); None: drafts are verified
-    save: str | None = None  # a file for the result
-    device: str | None = None  # cpu or cuda; None: the GPU, if there is one
-
-
-def run(config: SpeculateConfig, console: Console) -> int:
+def run(config: SpeculateFlags, console: Console) -> int:
     """Measures, prints, saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises ConfigError or CheckpointError.
     """
     folder = Path(config.folder)
     if config.save is not None:
-        check_output(Path(config.save))
+        check_output(config.save)
     acceptance = _synthetic(config)
     if acceptance is not None:
         for k in config.k:
@@ -74,19 +56,19 @@ def run(config: SpeculateConfig, console: Console) -> int:
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) in this folder; name a file with --prompts")
-    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), config.questions)
+    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder, spec_of(folder).chat), config.questions)
     if not questions:
         raise ConfigError(f"{', '.join(map(str, paths))}: contains no prompt")
     return until_interrupted(lambda: _run(config, folder, target, questions, console), console)
 
 
-def _synthetic(config: SpeculateConfig) -> Acceptance | None:
+def _synthetic(config: SpeculateFlags) -> Acceptance | None:
     text = config.synthetic_acceptance
     return None if text is None else read_acceptance(text, "synthetic-acceptance")
 
 
 def _run(
-    config: SpeculateConfig, folder: Path, target: K2Config, questions: Sequence[Question], console: Console
+    config: SpeculateFlags, folder: Path, target: K2Config, questions: Sequence[Question], console: Console
 ) -> int:
     longest = max(len(question.tokens) for question in questions) + config.max_tokens
     pages = max(config.batch) * (2 + longest // PAGE_TOKENS) + 8
@@ -94,7 +76,7 @@ def _run(
         2 * (target.num_hidden_layers + 8) * target.kv_width
     )  # a drafter's KV is no larger than that of a few layers
     opened: dict[str, EngineConfig] = variants(
-        *(config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, config.device),
+        *(config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, None),
         _synthetic(config),
     )
     domains = len({question.domain for question in questions})
@@ -142,7 +124,7 @@ def _run(
             "mean_times": {f"{variant}, batch {batch}": ratio for (variant, batch), ratio in mean_times(rates).items()},
             "parts": parts,
         }
-        save_result(Path(config.save), record, console)
+        save_result(config.save, record, console)
     return 0
 
 
@@ -181,7 +163,7 @@ def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
     return table
 
 
-def _part_table(parts: Sequence[Part], context: int) -> Table:
+def _part_table(parts: Sequence[StepPart], context: int) -> Table:
     table = Table(title=f"time of the parts of a step at context {context:,}")
     table.add_column("part")
     for name in ("batch", "ms", "times a plain step"):

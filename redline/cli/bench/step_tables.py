@@ -3,7 +3,8 @@
 import functools
 import gc
 import itertools
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,11 @@ from redline.bench.machine import measure
 from redline.bench.record import provenance
 from redline.bench.step import depth_cpu, depth_gpu
 from redline.bench.step.checkpoint_steps import bench_decode as measure_decode
-from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_step
-from redline.bench.step.depth_fit import Memory, check
+from redline.bench.step.depth import Build, DepthCase, Timing, depth_of, measure_step
+from redline.bench.step.depth_fit import DepthMemory, check
 from redline.bench.step.depth_record import KV_DTYPES, PEER, PEER_DATE, DepthRecord, append, read, record_of
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
+from redline.cli.bench.steps import DecodeFlags
 from redline.cli.console import rate, save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
@@ -32,62 +34,54 @@ from redline.model.k2.forced_routing import OVERLAP
 from redline.model.k2.shapes import shape
 from redline.ops.op import Machine
 from redline.progress import Working
-from redline.run.runner import Runner
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
 
 READ_BYTES = 4 << 30  # bytes read to measure bandwidth, at most: far more than any cache holds
 
 
-def bench_decode(
-    folder: Path,
-    batches: list[int],
-    contexts: list[int],
-    kv_dtype: str,
-    repeats: int,
-    save: Path | None,
-    console: Console,
-) -> int:
+def bench_checkpoint(folder: Path, flags: DecodeFlags, console: Console) -> int:
     """Measures decode steps of a checkpoint, prints, saves. Returns the exit code: 0, or 130 after Ctrl-C.
 
-    batches: rows per step. contexts: tokens already in the KV cache. repeats: timed steps per case. Raises ConfigError
-    or CheckpointError.
+    Raises ConfigError or CheckpointError.
     """
-    dtype = kv_dtype_of(kv_dtype)
-    if save is not None:
-        check_output(save)
+    dtype = kv_dtype_of(flags.kv_dtype)
+    if flags.save is not None:
+        check_output(flags.save)
+    batches, contexts, repeats = flags.batch or (1, 4, 16), flags.context or (200, 4000), flags.repeats or 40
     longest = max(contexts) + repeats + 128
     tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     config = EngineConfig(
         kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(dtype),
-        kv_dtype=kv_dtype,
+        kv_dtype=flags.kv_dtype,
         max_model_len=longest,
         max_running=max(batches),
         step_tokens=max(512, *batches),
     )
-    return until_interrupted(lambda: _bench_decode(folder, config, batches, contexts, repeats, save, console), console)
+    sizes = batches, contexts, repeats
+    return until_interrupted(lambda: _bench_checkpoint(folder, config, sizes, flags.save, console), console)
 
 
-def _bench_decode(
+def _bench_checkpoint(
     folder: Path,
     config: EngineConfig,
-    batches: list[int],
-    contexts: list[int],
-    repeats: int,
+    sizes: tuple[Sequence[int], Sequence[int], int],
     save: Path | None,
     console: Console,
 ) -> int:
+    """sizes: rows per step, tokens already in the KV cache, timed steps per case."""
     kv_dtype = config.kv_dtype
     with ExitStack() as stack, Working("loading weights") as working:
         runner = EngineCore.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
         stack.callback(runner.close)
         working.show(what="measuring the machine")
-        machine = _limits(runner)
+        torch.set_num_threads(native.threads())
+        machine = limits(runner.model.device, runner.model.config.weight_bytes)
 
         def computed(done: int, total: int) -> None:
             working.show(done, total, what="tokens")
 
-        cases = list(measure_decode(runner, machine, batches, contexts, repeats, computed))
+        cases = list(measure_decode(runner, machine, *sizes, computed))
     table = Table(
         title=f"decode, {folder.name} on {machine.name}, {kv_dtype} pages",
         caption=_caption(machine.bytes_per_s, machine.flops_per_s),
@@ -111,11 +105,21 @@ def _bench_decode(
     return 0
 
 
-def _limits(runner: Runner) -> Machine:
-    """Measures this machine with all its threads. On a CPU, torch then gets 1 thread: our kernels have their own."""
+@contextmanager
+def all_threads() -> Generator[None]:
+    """torch has all threads, until `limits` has measured a CPU; then as many as before."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(native.threads())
-    machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
-    if runner.model.device.type == "cpu" and native.library() is not None:
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def limits(device: torch.device, working_set_bytes: int) -> Machine:
+    """Measures this machine. On a CPU, torch then gets 1 thread: our kernels have their own."""
+    machine = measure(device, working_set_bytes)
+    if device.type == "cpu" and native.library() is not None:
         torch.set_num_threads(1)
     return machine
 
@@ -144,7 +148,7 @@ class DepthConfig(Record, frozen=True):
     context: tuple[int, ...] = (1024,)  # tokens already in the KV cache
     kv_dtype: str = "bf16"  # format of the KV cache
     repeats: int = 30  # timed steps per case
-    save: str | None = None  # a file; the cases are appended to its list
+    save: Path | None = None  # a file; the cases are appended to its list
     ranks: int = 1  # tensor parallel ranks
 
 
@@ -159,7 +163,9 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
     if own_rank():
         config, console = msgspec.structs.replace(config, save=None), Console(quiet=True)
     with ranks_of_gpus(measured[0].config, config.ranks) as group:
-        return _bench_cases(config, measured, builder(device, group), device, console)
+        build = builder(device, group)
+        work = functools.partial(_bench_depth, config, measured, build, device, console)
+        return saved_case_by_case(config.save, DepthRecord, work, console)
 
 
 def check_device(config: DepthConfig, device: torch.device) -> None:
@@ -170,40 +176,32 @@ def check_device(config: DepthConfig, device: torch.device) -> None:
         raise ConfigError(f"ranks is {config.ranks}: a step of a shape is measured over several GPUs, not on a CPU")
 
 
-def _bench_cases(
-    config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, console: Console
-) -> int:
-    save = None if config.save is None else Path(config.save)
+def saved_case_by_case(save: Path | None, kind: type[DepthRecord], work: Callable[[], int], console: Console) -> int:
+    """The exit code of `work`, or 130 after Ctrl-C. Raises ConfigError if `save` is a file of another kind."""
     if save is not None:
         check_output(save)
         if save.exists():
-            read(save, DepthRecord)  # reject a file of another kind before minutes of measuring
+            read(save, kind)
     kept = "nothing was saved" if save is None else f"{save} contains the cases measured so far"
-    return until_interrupted(lambda: _bench_depth(config, measured, build, device, save, console), console, kept)
+    return until_interrupted(work, console, kept)
 
 
 def _bench_depth(
-    config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, save: Path | None, console: Console
+    config: DepthConfig, measured: list[DepthCase], build: Build, device: torch.device, console: Console
 ) -> int:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(native.threads())
     machine: Machine | None = None
-    try:
+    with all_threads():
         for case in measured:
-            for line in describe(case, config, Memory(case)):
+            for line in describe(case, config, DepthMemory(case)):
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
             _check_memory(case, device)
             if machine is None:
-                machine = measure(device, min(max(Memory(case).weights for case in measured), READ_BYTES))
-                if device.type == "cpu" and native.library() is not None:
-                    torch.set_num_threads(1)
+                machine = limits(device, min(max(DepthMemory(case).weights for case in measured), READ_BYTES))
             record = record_of(case, _measure(case, build, device, config.repeats), machine)
             _print(record, machine, console)
-            if save is not None:
-                append(save, record)
-                say(console, f"added to {save}", "dim")
-    finally:
-        torch.set_num_threads(threads)
+            if config.save is not None:
+                append(config.save, record)
+                say(console, f"added to {config.save}", "dim")
     return 0
 
 
@@ -212,7 +210,7 @@ def builder(device: torch.device, group: Group) -> Build:
     return depth_cpu.CpuStep if device.type == "cpu" else functools.partial(depth_gpu.GpuStep, group=group)
 
 
-def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
+def cases(config: DepthConfig, *, forced: bool) -> list[DepthCase]:
     """The cases of a config. forced: the step takes the experts of each token as an input, drawn by `routing`.
 
     Raises ConfigError, before anything is built.
@@ -258,7 +256,7 @@ def _overlap(config: DepthConfig, forced: bool) -> float | None:
             raise ConfigError(f"routing is {other!r}; expected uniform or correlated")
 
 
-def describe(case: Depth, config: DepthConfig, memory: Memory) -> list[str]:
+def describe(case: DepthCase, config: DepthConfig, memory: DepthMemory) -> list[str]:
     """Lines on the step that is built: its size, how it differs from the whole model, and its memory."""
     layers, whole = case.config.num_hidden_layers, shape(config.shape).n_routed_experts
     lines = [f"{case.shape}: {layers} layers, {case.rows} rows x {case.tokens} tokens, context {case.context:,}"]
@@ -271,19 +269,19 @@ def describe(case: Depth, config: DepthConfig, memory: Memory) -> list[str]:
     return lines + memory.explain()
 
 
-def _check_memory(case: Depth, device: torch.device) -> None:
+def _check_memory(case: DepthCase, device: torch.device) -> None:
     """Raises ConfigError, with the size that would fit, if memory is too small."""
     gc.collect()  # the previous case's step holds CUDA graphs
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    memory, free = Memory(case), free_memory(device)
+    memory, free = DepthMemory(case), free_memory(device)
     if memory.whole > free:
         raise memory.refusal(free)
 
 
-def _measure(case: Depth, build: Build, device: torch.device, repeats: int) -> Timing:
+def _measure(case: DepthCase, build: Build, device: torch.device, repeats: int) -> Timing:
     """Raises ConfigError, with the size that would fit, if memory runs out while measuring."""
-    memory, free = Memory(case), free_memory(device)
+    memory, free = DepthMemory(case), free_memory(device)
     with Working("building") as working:
         try:
             step = build(case, lambda done, whole: working.show(done / whole, 1.0))

@@ -1,8 +1,8 @@
 """`redline draft capture`: the target's hidden states over a corpus, stored in shards that are listed in an index.
 
 A shard is written under a temporary name, then renamed, then added to the index; files that are not in the index are
-not part of the capture. So a kill at any point loses at most the unfinished shard and duplicates nothing. `Stored`
-reads a capture; `Streamed` returns the same sequences, in the same order, computed on demand.
+not part of the capture. So a kill at any point loses at most the unfinished shard and duplicates nothing.
+`StoredCapture` reads a capture; `StreamedCapture` returns the same sequences, in the same order, computed on demand.
 
 S sequences of a shard, N tokens of all of them, L captured layers, D hidden.
 """
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from redline import clock
 from redline.disk import alone, check_room, human, is_full, sync, unwritable, write_whole
-from redline.draft.corpus.corpus import Example, Reader, read_about
+from redline.draft.corpus.corpus import CorpusReader, Example, read_about
 from redline.draft.corpus.synth import Told
-from redline.draft.corpus.target import Target, layers_of
+from redline.draft.corpus.target import TargetModel, layers_of
 from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.model.k2.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ class CaptureConfig(Record, frozen=True, kw_only=True):
     device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
-class Shard(Record, frozen=True):
+class CaptureShard(Record, frozen=True):
     """A file of tensors: tokens int32 [N], loss uint8 [N], offsets int64 [S + 1], features bf16 [N, L, D], last [N, D].
 
     Sequence s is rows [offsets[s], offsets[s + 1]); loss is 1 for tokens of the answer.
@@ -77,7 +77,7 @@ class Index(Record, frozen=True):
     hidden: int
     max_tokens: int | None
     bytes_per_token: int
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[CaptureShard, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -108,7 +108,7 @@ class Sequence_:
     last: Tensor  # bf16 [n, D]
 
 
-class Captured(Record, frozen=True):
+class CaptureResult(Record, frozen=True):
     """The result of one run of `capture`, and the index after it."""
 
     index: Index
@@ -134,7 +134,7 @@ def _run(config: CaptureConfig, console: Console, told: Told) -> int:
         with Working("reading the corpus") as working:
             _check_room(config)
             working.show(what="loading weights")
-            target = Target.open(
+            target = TargetModel.open(
                 config.target,
                 pick_device(config.device),
                 config.layer_ids,
@@ -192,9 +192,9 @@ def _run(config: CaptureConfig, console: Console, told: Told) -> int:
 
 def capture(
     config: CaptureConfig,
-    target: Target,
+    target: TargetModel,
     progress: Callable[[int, int, int], None] = lambda done, size, tokens: None,
-) -> Captured:
+) -> CaptureResult:
     """Stores the states of every example that the folder does not contain yet.
 
     progress(bytes of the corpus read, bytes in total, tokens computed). Raises ConfigError if the folder contains
@@ -203,7 +203,7 @@ def capture(
     start = clock.monotonic()
     folder = _Folder(Path(config.out), index_of(config, target), config.shard_bytes, config.disk)
     before, computed, full = folder.index.tokens, 0, False
-    reader = Reader(*map(Path, config.corpus))
+    reader = CorpusReader(*map(Path, config.corpus))
     skipped: list[str] = []
     try:
         for batch in _batches(
@@ -221,7 +221,7 @@ def capture(
         folder.write()
         raise
     folder.write()
-    return Captured(
+    return CaptureResult(
         index=folder.index,
         tokens=folder.index.tokens - before,
         seconds=clock.monotonic() - start,
@@ -230,7 +230,7 @@ def capture(
     )
 
 
-def index_of(config: CaptureConfig, target: Target) -> Index:
+def index_of(config: CaptureConfig, target: TargetModel) -> Index:
     """An empty index for a capture of this target."""
     hidden, layers = target.config.hidden_size, len(target.layer_ids)
     return Index(
@@ -363,7 +363,7 @@ class _Folder:
         save_file(tensors, building)
         building.chmod(0o644)  # safetensors makes files that only their owner can read
         sync(building)
-        shard = Shard(
+        shard = CaptureShard(
             file=file,
             bytes=building.stat().st_size,
             tokens=len(tensors["tokens"]),
@@ -382,7 +382,7 @@ class _Folder:
 # ---------------------------------------------------------------------------------------------------------- sources
 
 
-class Stored:
+class StoredCapture:
     """A capture on disk, as a source of sequences. only: ids of the examples to return; None: all."""
 
     def __init__(self, folder: Path, fingerprint: str | None = None, only: Collection[str] | None = None) -> None:
@@ -443,13 +443,13 @@ class Stored:
                 )
 
 
-class Streamed:
+class StreamedCapture:
     """A corpus and its target: the states are computed on demand, one call of the model at a time.
 
     max_tokens: longer examples are split into windows of this length. skipped: unusable examples, "id: reason".
     """
 
-    def __init__(self, target: Target, examples: Sequence[Example], max_tokens: int | None = None) -> None:
+    def __init__(self, target: TargetModel, examples: Sequence[Example], max_tokens: int | None = None) -> None:
         """Raises ConfigError if no example is usable."""
         self.skipped: list[str] = []
         self._target = target
@@ -463,7 +463,7 @@ class Streamed:
         return self._target.layer_ids
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
-        """The same sequences as `Stored.sequences` of a capture, in the same order."""
+        """The same sequences as `StoredCapture.sequences` of a capture, in the same order."""
         order = shuffled([example.id for example, _ in self._examples], epoch, seed)[rank::world]
         for batch in _batches((self._examples[place] for place in order), self._target.call_tokens):
             for example, cut, states in _states(self._target, batch):
@@ -483,8 +483,8 @@ def shuffled(ids: Sequence[str], epoch: int, seed: int) -> list[int]:
 
 
 def _captured(
-    examples: "Reader | Sequence[Example]",
-    target: Target,
+    examples: "CorpusReader | Sequence[Example]",
+    target: TargetModel,
     max_tokens: int | None,
     there: set[str],
     skipped: list[str],
@@ -526,7 +526,7 @@ def _batches(
 
 
 def _states(
-    target: Target, batch: Sequence[tuple[Example, list[range]]]
+    target: TargetModel, batch: Sequence[tuple[Example, list[range]]]
 ) -> Iterator[tuple[Example, list[range], tuple[Tensor, Tensor]]]:
     """Each example with its features and last states, for all of its positions, on the CPU."""
     computed = target.features([example.tokens for example, _ in batch])
@@ -574,7 +574,7 @@ def _check_room(config: CaptureConfig) -> None:
     out, target = Path(config.out), Checkpoint.open(config.target).config
     index = read_index(out) if (out / INDEX).exists() else None
     there = set[str]() if index is None else index.ids
-    reader = Reader(*map(Path, config.corpus))
+    reader = CorpusReader(*map(Path, config.corpus))
     tokens = sum(len(example.tokens) for example in reader if example.id not in there)
     layers = len(layers_of(config.layer_ids, target))
     needed = tokens * token_bytes(layers, target.hidden_size)

@@ -53,11 +53,11 @@ class Corpus(NamedTuple):
 
 def read_examples(*paths: Path) -> Corpus:
     """All examples of the files, in order. Raises ConfigError if a file cannot be read."""
-    reader = Reader(*paths)
+    reader = CorpusReader(*paths)
     return Corpus(list(reader), reader.skipped)
 
 
-class Reader:
+class CorpusReader:
     """Iterates over the examples of some files.
 
     skipped  filled while iterating: a message for each line that is not an example, or repeats an earlier id
@@ -106,7 +106,7 @@ def _wrong(example: Example) -> str | None:
     return None
 
 
-class Writer:
+class CorpusWriter:
     """Appends examples to a file; each is written completely or not at all. Use as a context manager.
 
     Opening creates the file if needed and repairs a last line that was cut by a kill; `cut` is the number of bytes

@@ -32,7 +32,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _SLOT = re.compile(r"\{(?:(?P<low>\d+)\.\.(?P<high>\d+)|(?P<name>[A-Za-z_]+))(?::(?P<key>\w+))?\}")
 
 
-class Prompt(Chat, frozen=True, kw_only=True):
+class PromptLine(Chat, frozen=True, kw_only=True):
     """One line of a prompt file. If it has no id, one is made from its content."""
 
     domain: str
@@ -41,22 +41,22 @@ class Prompt(Chat, frozen=True, kw_only=True):
     kind: str = ""
 
 
-class Prompts(NamedTuple):
+class PromptSet(NamedTuple):
     """The prompts of some files, and messages about the lines that were skipped."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptLine]
     skipped: list[str]  # "file, line n: reason"
 
 
-def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
+def read_prompts(*paths: Path, turns: Turns = "last") -> PromptSet:
     """The prompts of users' files, in order, each with an id. Lines that are not prompts are skipped and reported.
 
     An answer at the end of a conversation is dropped: the target generates its own. With `turns` "all", the earlier
     answers are generated too, each as a prompt before the conversation itself (`earlier`). Raises ConfigError if a file
     cannot be read.
     """
-    decoder = msgspec.json.Decoder(Prompt)
-    found = Prompts([], [])
+    decoder = msgspec.json.Decoder(PromptLine)
+    found = PromptSet([], [])
     seen: set[str] = set()
     for path in paths:
         try:
@@ -78,14 +78,14 @@ def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
     return found
 
 
-def earlier(prompt: Prompt) -> list[Prompt]:
+def earlier(prompt: PromptLine) -> list[PromptLine]:
     """A prompt for each earlier answer of the conversation: all messages before that answer.
 
     If the prompt's id is made from its content, so are these ids, so a log in which each request repeats the previous
     one yields each prompt once.
     """
     made_id = named(msgspec.structs.replace(prompt, id="")).id
-    found: list[Prompt] = []
+    found: list[PromptLine] = []
     for place, turn in enumerate(prompt.messages):
         if turn.role == "assistant" and place and prompt.messages[place - 1].role in ("user", "tool"):
             id = "" if prompt.id == made_id else f"{prompt.id}/{len(found) + 1}"
@@ -95,17 +95,17 @@ def earlier(prompt: Prompt) -> list[Prompt]:
 
 def prompts(
     domains: Sequence[str], count: int, seed: int = 0, long_characters: tuple[int, int] = LONG_CHARACTERS
-) -> list[Prompt]:
+) -> list[PromptLine]:
     """`count` distinct prompts of each domain. A larger count continues a smaller one.
 
     long_characters: minimum and maximum length of documents in the domain long. Raises ConfigError for a domain without
     templates, or if its templates are exhausted.
     """
-    found: list[Prompt] = []
+    found: list[PromptLine] = []
     for domain in domains:
         if domain not in DOMAINS:
             raise ConfigError(f"domain is {domain!r}; there are templates for {', '.join(DOMAINS)}")
-        new: dict[str, Prompt] = {}
+        new: dict[str, PromptLine] = {}
         fruitless = 0
         for prompt in _drawn(domain, random.Random(f"{seed}/{domain}"), long_characters):
             if len(new) >= count:
@@ -118,7 +118,7 @@ def prompts(
     return found
 
 
-def named(prompt: Prompt) -> Prompt:
+def named(prompt: PromptLine) -> PromptLine:
     """The prompt with an id; a missing id is made from the content, and is equal for equal content."""
     if prompt.id:
         return prompt
@@ -126,7 +126,7 @@ def named(prompt: Prompt) -> Prompt:
     return msgspec.structs.replace(prompt, id=f"{prompt.domain}-{digest}")
 
 
-def _wrong(prompt: Prompt) -> str | None:
+def _wrong(prompt: PromptLine) -> str | None:
     if not prompt.domain:
         return "domain is empty"
     if not prompt.messages:
@@ -134,7 +134,7 @@ def _wrong(prompt: Prompt) -> str | None:
     return None
 
 
-def _without_answer(prompt: Prompt) -> Prompt:
+def _without_answer(prompt: PromptLine) -> PromptLine:
     messages = list(prompt.messages)
     while messages and messages[-1].role == "assistant":
         messages.pop()
@@ -200,7 +200,7 @@ def _templates(name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------- domains
 
 
-def _drawn(domain: str, rng: random.Random, long_characters: tuple[int, int]) -> Iterator[Prompt]:
+def _drawn(domain: str, rng: random.Random, long_characters: tuple[int, int]) -> Iterator[PromptLine]:
     """An endless sequence of prompts of a domain."""
     templates = _templates(domain)
     words = {**_templates("common")["words"], **templates.get("words", {})}
@@ -215,7 +215,7 @@ def _drawn(domain: str, rng: random.Random, long_characters: tuple[int, int]) ->
         yield named(prompt)
 
 
-def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> Prompt:
+def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> PromptLine:
     """A question, optionally after an exchange about another topic, and optionally with tools that it does not need."""
     common = _templates("common")
     words = group["words"] if "language" in group else {**common["words"], **group["words"]}
@@ -237,7 +237,7 @@ def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> Prompt:
     if rng.random() < TOOLS_UNUSED:
         family = _pick(rng, _templates("agent")["families"])
         tools = tuple(_declared(rng, tool) for tool in family["tools"])
-    return Prompt(
+    return PromptLine(
         domain=domain,
         language=group.get("language", "en"),
         kind=kind,
@@ -247,7 +247,7 @@ def _plain(rng: random.Random, domain: str, group: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _agent(rng: random.Random, templates: Mapping[str, Any], words: Mapping[str, Sequence[str]]) -> Prompt:
+def _agent(rng: random.Random, templates: Mapping[str, Any], words: Mapping[str, Sequence[str]]) -> PromptLine:
     """A request with the tools that it needs and others; it ends before a call, after a result, or after an answer."""
     families: list[dict[str, Any]] = templates["families"]
     family = _pick(rng, families)
@@ -279,7 +279,7 @@ def _agent(rng: random.Random, templates: Mapping[str, Any], words: Mapping[str,
             Turn(role="assistant", content=f"Here is what I got: {turns[-1].content}"),
             Turn(role="user", content=_Filler(rng, words).text(_pick(rng, family["asks"])["text"])),
         ]
-    return Prompt(
+    return PromptLine(
         domain="agent",
         kind=f"{family['name']} {kind}",
         messages=(*_system(rng, _templates("common")["system"], words), *turns),
@@ -311,7 +311,7 @@ def _long(
     templates: Mapping[str, Any],
     words: Mapping[str, Sequence[str]],
     characters: tuple[int, int],
-) -> Prompt:
+) -> PromptLine:
     """A document and a question about one of its lines, or about the whole; the question first or last."""
     document = _pick(rng, templates["documents"])
     low, high = characters
@@ -328,7 +328,7 @@ def _long(
         length += len(line) + 1
     text = "\n".join([_Filler(rng, words).text(document["title"]), "", *lines])
     question = asked_line.text(_pick(rng, document["questions"]))
-    return Prompt(
+    return PromptLine(
         domain="long",
         kind=document["kind"],
         messages=(

@@ -20,14 +20,15 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import check_output, is_full
-from redline.draft.corpus.corpus import About, Example, Reader, Writer, claim, mend
-from redline.draft.corpus.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
+from redline.draft.corpus.corpus import About, CorpusReader, CorpusWriter, Example, claim, mend
+from redline.draft.corpus.prompts import LONG_CHARACTERS, PromptLine, Turns, prompts, read_prompts
 from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.spec import spec_of
 from redline.progress import Working
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
@@ -142,7 +143,7 @@ def check_target(folder: Path, device: str | None) -> None:
     pick_device(device)
     Checkpoint.open(folder)
     Tokenizer.open(folder)
-    style_of(folder)
+    style_of(folder, spec_of(folder).chat)
     generation_config_of(folder)
 
 
@@ -174,7 +175,7 @@ def wanted(config: SynthConfig) -> "_Asked":
 
 
 class _Asked(Record, frozen=True):
-    prompts: list[Prompt]
+    prompts: list[PromptLine]
     skipped: tuple[str, ...]
 
 
@@ -186,12 +187,12 @@ def existing(out: Path) -> set[str]:
     if not out.exists():
         return set()
     mend(out)
-    return {example.id for example in Reader(out)}
+    return {example.id for example in CorpusReader(out)}
 
 
 def synth(
     config: SynthConfig,
-    asked: Sequence[Prompt],
+    asked: Sequence[PromptLine],
     open_target: Open,
     progress: Callable[[int, int, int], None] = lambda answers, total, tokens: None,
 ) -> Done:
@@ -208,7 +209,7 @@ def synth(
     if not waiting:
         progress(ended, total, 0)
         return Done(answers=0, tokens=0, seconds=0.0, skipped=())
-    with Writer(out) as writer, open_target(config) as target:
+    with CorpusWriter(out) as writer, open_target(config) as target:
         about = about_of(config, target.fingerprint)
         claim(out, about)
         start = clock.monotonic()
@@ -286,7 +287,7 @@ def sampling_check(temperature: float | None, top_p: float | None) -> None:
 class _Answer:
     """One job's tokens so far."""
 
-    def __init__(self, prompt: Prompt, job: Job) -> None:
+    def __init__(self, prompt: PromptLine, job: Job) -> None:
         self._prompt = prompt
         self._start = len(job.tokens)
         self._tokens = list(job.tokens)
@@ -315,7 +316,7 @@ class _Answer:
         )
 
 
-def _job(config: SynthConfig, about: About, target: JobRunner, prompt: Prompt) -> Job:
+def _job(config: SynthConfig, about: About, target: JobRunner, prompt: PromptLine) -> Job:
     """The prompt in the target's template. Its seed is derived from its id, and is the same in every run."""
     tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
     sampling = Sampling(

@@ -55,7 +55,7 @@ def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, .
     return tuple(layer_ids)
 
 
-class Target:
+class TargetModel:
     """A loaded K2 and its KV pages, which grow to the size of the largest group of sequences so far.
 
     fingerprint  of the checkpoint: equal files have equal states
@@ -80,7 +80,7 @@ class Target:
         device: torch.device | None = None,
         layer_ids: Sequence[int] | None = None,
         progress: Callable[[int, int], object] = lambda done, total: None,
-    ) -> "Target":
+    ) -> "TargetModel":
         """Loads a checkpoint. device None: the GPU, if there is one. layer_ids None: the engines' default.
 
         progress: (bytes read, bytes in total). Raises ConfigError or CheckpointError.

@@ -21,7 +21,7 @@ _LENGTHS = (128, 512, 4096, 32_768, 131_072)
 _DISTANCES = (4, 16, 64, 256)
 
 
-class Bucket(Record, frozen=True):
+class DifficultyBucket(Record, frozen=True):
     """One row of the report. `cost`: share x lost, the loss of the average round of all traffic in this bucket."""
 
     dimension: str
@@ -102,7 +102,7 @@ def rejections(rounds: Iterable[tuple[int, int, int]], positions: Ints) -> Ints:
     return np.fromiter((int(at) in refused for at in positions), dtype=np.int64, count=len(positions))
 
 
-def buckets(scored: Iterable[Scored], traffic: Mapping[str, float] | None = None) -> list[Bucket]:
+def buckets(scored: Iterable[Scored], traffic: Mapping[str, float] | None = None) -> list[DifficultyBucket]:
     """All buckets that contain a position, in order of decreasing cost.
 
     traffic: share of each domain; positions are weighted so that their domain has that share. Domains that are missing
@@ -134,7 +134,7 @@ def buckets(scored: Iterable[Scored], traffic: Mapping[str, float] | None = None
     return sorted(made, key=lambda bucket: (-bucket.cost, DIMENSIONS.index(bucket.dimension), bucket.name))
 
 
-def _bucket(dimension: str, name: str, parts: Sequence[tuple[float, _Sum]]) -> Bucket:
+def _bucket(dimension: str, name: str, parts: Sequence[tuple[float, _Sum]]) -> DifficultyBucket:
     share = sum(weight * sums.positions for weight, sums in parts)
     positions = sum(sums.positions for _, sums in parts)
     if share > 0:
@@ -142,7 +142,7 @@ def _bucket(dimension: str, name: str, parts: Sequence[tuple[float, _Sum]]) -> B
     else:
         means = sum(sums.sums for _, sums in parts) / positions
     acceptance, gap, length, longest = (round(float(value), 6) for value in np.asarray(means))
-    return Bucket(
+    return DifficultyBucket(
         dimension=dimension,
         name=name,
         positions=positions,

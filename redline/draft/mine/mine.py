@@ -22,11 +22,11 @@ from rich.console import Console
 from redline.chat.generation import generation_config_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.disk import alone, is_full, save, unwritable
-from redline.draft.corpus.corpus import About, Example, Writer, claim, read_examples
+from redline.draft.corpus.corpus import About, CorpusWriter, Example, claim, read_examples
 from redline.draft.corpus.new_answers import answer_afresh
 from redline.draft.corpus.synth import check_target, existing, in_bulk, sampling_check
 from redline.draft.corpus.traces import read_traces
-from redline.draft.mine.buckets import Bucket, Scored, buckets, rejections, since_control
+from redline.draft.mine.buckets import DifficultyBucket, Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, weights, window
 from redline.draft.mine.difficulty import Proposals, Scores, Serving
 from redline.draft.mine.report import bucket_plot, bucket_table, drawn, tell_skipped
@@ -78,7 +78,7 @@ class Mined(Record, frozen=True):
     examples: int
     positions: int
     skipped: int  # number of lines that were not examples
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[DifficultyBucket, ...]
 
 
 def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored:
@@ -172,13 +172,7 @@ def _run(config: MineConfig, console: Console) -> int:
         if (cut := window(candidates[place], marked[place].hardness_R, config.window_tokens)) is not None
     ]
     _write(out / "windows.jsonl", windows)
-    sampling = Sampling(
-        max_tokens=config.max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=generation.top_k,
-        min_p=generation.min_p,
-    )
+    sampling = msgspec.structs.replace(generation, max_tokens=config.max_tokens, temperature=temperature, top_p=top_p)
     fresh = _answer(chosen, answers, config, sampling, out / "hard.jsonl") if answers else []
     equal, seed = config.equal_domains, config.seed
     if fresh:
@@ -259,7 +253,7 @@ def _answer(
         with (
             Working("fresh answers") as working,
             Engine.open(config.target, engine_config) as engine,
-            Writer(path) as writer,
+            CorpusWriter(path) as writer,
         ):
             claim(
                 path,

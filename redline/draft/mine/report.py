@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.draft.extra import install
-from redline.draft.mine.buckets import DIMENSIONS, Bucket
+from redline.draft.mine.buckets import DIMENSIONS, DifficultyBucket
 
 _COLOURS: dict[str, str] = dict(zip(DIMENSIONS, ("#1f4e79", "#5b8c5a", "#9db7d1", "#c97b3d", "#8d6a9f"), strict=True))
 _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a9d8f", "#d4a017")
 
 
-def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
+def bucket_table(found: Sequence[DifficultyBucket], rows: int) -> Table:
     """The `rows` buckets with the highest cost, as a terminal table."""
     table = narrow(
         "where acceptance length is lost", "cost: share x (ceiling - length), tokens lost by the average round"
@@ -44,7 +44,7 @@ def narrow(title: str, caption: str) -> Table:
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
-def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:
+def bucket_plot(path: Path, found: Sequence[DifficultyBucket], rows: int = 24) -> None:
     """Writes a bar plot of the cost of the first `rows` buckets to `path`.
 
     Raises ModuleNotFoundError if matplotlib is not installed, and OSError if the file cannot be written.

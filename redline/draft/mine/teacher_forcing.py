@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from redline.draft.corpus.corpus import Example
-from redline.draft.corpus.target import States, Target
+from redline.draft.corpus.target import States, TargetModel
 from redline.draft.mine.difficulty import Scores, Serving, score
 from redline.draft.train.ttt import Way, choose, unroll
 from redline.model.eagle3.module import Eagle3
@@ -24,7 +24,7 @@ BATCH_TOKENS = 16_384  # maximum tokens per call of the target, and rows per cal
 class TeacherForcing:
     """A loaded target and drafter. On a CPU the drafter computes in float32, as in serving, else in bf16."""
 
-    def __init__(self, target: Target, drafter: Eagle3) -> None:
+    def __init__(self, target: TargetModel, drafter: Eagle3) -> None:
         device, config = target.model.device, drafter.config
         self._target = target
         self._drafter = drafter.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -40,7 +40,7 @@ class TeacherForcing:
         Raises CheckpointError or ConfigError.
         """
         drafter = Eagle3.open(Path(draft), Checkpoint.open(target).config)
-        return cls(Target.open(target, pick_device(device), drafter.config.layer_ids), drafter)
+        return cls(TargetModel.open(target, pick_device(device), drafter.config.layer_ids), drafter)
 
     def refusal(self, example: Example) -> str | None:
         """The reason why the target cannot process the example; None if it can."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from redline.draft.train.losses import Targets
+from redline.draft.train.losses import TrainTargets
 from redline.errors import ConfigError
 
 A = TypeVar("A")
@@ -21,7 +21,7 @@ ROWS = 16  # T is a multiple of this
 AHEAD = 3  # number of batches prepared in advance
 
 
-class Captured(Protocol):
+class TrainSequence(Protocol):
     """A sequence and the target's states over it (`corpus.capture`)."""
 
     @property
@@ -58,17 +58,17 @@ class Captured(Protocol):
 class Source(Protocol):
     """A source of sequences: stored, or computed on demand."""
 
-    def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Captured]:
+    def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[TrainSequence]:
         """One epoch, in an order of its own, or this rank's part of it: sequences rank, rank + world, ..."""
         ...
 
 
-class Batch(NamedTuple):
+class TrainBatch(NamedTuple):
     """Sequences of similar length, padded on the right to T rows."""
 
     tokens: Tensor  # int64 [B, T]
     features: Tensor  # [B, T, F]
-    targets: Targets
+    targets: TrainTargets
     sequences: int  # B
     positions: int  # number of rows that are not padding
 
@@ -82,14 +82,14 @@ def is_held_out(id: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def usable(sequence: Captured, max_length: int) -> bool:
+def usable(sequence: TrainSequence, max_length: int) -> bool:
     """Whether any row predicts an answer token within `max_length`; the first two tokens are never predicted."""
     return bool(sequence.loss[2:max_length].any())
 
 
-def held_out(source: Source, share: float, tokens: int, max_length: int, seed: int) -> list[Captured]:
+def held_out(source: Source, share: float, tokens: int, max_length: int, seed: int) -> list[TrainSequence]:
     """Held-out sequences of the first epoch with at least `tokens` tokens in total, each counted up to `max_length`."""
-    found: list[Captured] = []
+    found: list[TrainSequence] = []
     total = 0
     for sequence in source.sequences(0, seed) if share > 0 else ():
         if is_held_out(sequence.id, share) and usable(sequence, max_length):
@@ -110,7 +110,7 @@ def groups(
     seed: int,
     rank: int = 0,
     world: int = 1,
-) -> Iterator[list[Captured]]:
+) -> Iterator[list[TrainSequence]]:
     """Yields groups of sequences of similar length, endlessly: at most `tokens` rows per batch, padding included.
 
     Sequences are collected for `pool` batches, sorted by length and split, so padding is a small share if the pool has
@@ -119,7 +119,7 @@ def groups(
     """
     epoch = number = 0
     while True:
-        gathered: list[Captured] = []
+        gathered: list[TrainSequence] = []
         rows = seen = 0
         for sequence in source.sequences(epoch, seed, rank, world):
             if is_held_out(sequence.id, share) or not usable(sequence, max_length):
@@ -139,15 +139,15 @@ def groups(
         epoch, number = epoch + 1, 0
 
 
-def _rows(sequence: Captured, max_length: int) -> int:
+def _rows(sequence: TrainSequence, max_length: int) -> int:
     return -(-min(len(sequence.tokens), max_length) // ROWS) * ROWS
 
 
 def _cut(
-    gathered: list[Captured], tokens: int, max_length: int, name: str
-) -> tuple[list[list[Captured]], list[Captured]]:
+    gathered: list[TrainSequence], tokens: int, max_length: int, name: str
+) -> tuple[list[list[TrainSequence]], list[TrainSequence]]:
     """(full batches in random order, the remaining sequences, which are the shortest)."""
-    found: list[list[Captured]] = [[]]
+    found: list[list[TrainSequence]] = [[]]
     for sequence in sorted(gathered, key=lambda one: -len(one.tokens)):
         if found[-1] and (len(found[-1]) + 1) * _rows(found[-1][0], max_length) > tokens:
             found.append([])
@@ -157,13 +157,13 @@ def _cut(
     return found, rest
 
 
-def cut(sequences: Sequence[Captured], tokens: int, max_length: int) -> list[list[Captured]]:
+def cut(sequences: Sequence[TrainSequence], tokens: int, max_length: int) -> list[list[TrainSequence]]:
     """All sequences, in batches of similar length of at most `tokens` rows, padding included."""
     found, rest = _cut(list(sequences), tokens, max_length, "")
     return [*found, rest]
 
 
-def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = False) -> Batch:
+def collate(group: Sequence[TrainSequence], max_length: int, chunk: int, pin: bool = False) -> TrainBatch:
     """One batch of these sequences, on the CPU, each truncated to `max_length` tokens.
 
     chunk: N is padded to a multiple of it. pin: in pinned memory, for asynchronous copies to a GPU.
@@ -181,7 +181,7 @@ def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = 
     found = [place.nonzero()[:, 0] for place in places]
     total = sum(map(len, found))
     count = max(1, -(-total // chunk)) * chunk
-    targets = Targets(
+    targets = TrainTargets(
         torch.zeros(count, dtype=torch.int64, pin_memory=pin),
         torch.full((count,), -1, dtype=torch.int64, pin_memory=pin),
         torch.zeros(count, dtype=torch.int64, pin_memory=pin),
@@ -195,17 +195,17 @@ def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = 
         targets.sequences_N[part] = number
         torch.index_select(one.last, 0, place - 1, out=targets.last_ND[part])
         begin += len(place)
-    return Batch(tokens, features, targets, len(group), sum(min(len(one.tokens), max_length) for one in group))
+    return TrainBatch(tokens, features, targets, len(group), sum(min(len(one.tokens), max_length) for one in group))
 
 
-def to(batch: Batch, device: torch.device) -> Batch:
+def to(batch: TrainBatch, device: torch.device) -> TrainBatch:
     """The batch on another device; copies from pinned memory are asynchronous."""
-    targets = Targets(*(x.to(device, non_blocking=True) for x in batch.targets))
+    targets = TrainTargets(*(x.to(device, non_blocking=True) for x in batch.targets))
     tokens, features = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.features))
     return batch._replace(tokens=tokens, features=features, targets=targets)
 
 
-class Ahead(Iterator[A]):
+class PrefetchIterator(Iterator[A]):
     """An iterator that runs in its own thread, a few items ahead. `close` ends the thread.
 
     An exception of the underlying iterator is raised by `next` at the position of its item.

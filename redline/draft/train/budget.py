@@ -5,7 +5,7 @@ import math
 from redline.messages.base import Record
 
 
-class Budget(Record, frozen=True):
+class TrainBudget(Record, frozen=True):
     """How long to train. None: unlimited; at least one of the three must be set. tokens: over all ranks."""
 
     steps: int | None = None
@@ -33,7 +33,7 @@ class Reached(Record, frozen=True):
             seconds_per_step=(seconds - self.seconds) / steps,
         )
 
-    def share(self, step: float, budget: Budget) -> float:
+    def share(self, step: float, budget: TrainBudget) -> float:
         """The share of the budget used after `step` steps: 1 or more if it is used up."""
         since = step - self.step
         return max(

@@ -21,7 +21,7 @@ CHUNK_BYTES = 64 << 20  # size of one float32 [R, V]; a chunk has about 4 J of t
 Kind = Literal["kl", "lk"]
 
 
-class Targets(NamedTuple):
+class TrainTargets(NamedTuple):
     """The N answer tokens of a batch, padded with tokens at place -1, which no row predicts."""
 
     rows_N: Tensor  # int64: index of the token in the flattened batch [B * T]
@@ -30,7 +30,7 @@ class Targets(NamedTuple):
     last_ND: Tensor  # the target's last hidden state, normed, at the previous token
 
 
-class Rows(NamedTuple):
+class PredictionRows(NamedTuple):
     """Values [J, N] for each step's prediction of each token; meaningless if not `valid`."""
 
     valid: Tensor  # bool: some row predicts the token
@@ -45,12 +45,12 @@ def compare(
     drafter: Eagle3,
     normed: Sequence[Tensor],
     head_VD: Tensor,
-    targets: Targets,
+    targets: TrainTargets,
     kind: Kind = "kl",
     decay: float = 3.0,
     chunk: int | None = None,
     compiled: Any = None,
-) -> Rows:
+) -> PredictionRows:
     """Compares the J steps of `ttt.unroll` with the target.
 
     kind "kl": KL(p || q), with p renormalised over the draft vocabulary. "lk": l KL + (1 - l)(1 - alpha) with
@@ -75,7 +75,7 @@ def compare(
             found = (compiled or figures)(*arguments)
         parts.append(cast("tuple[Tensor, ...]", found))
     loss, alpha, hit, gap, inside = (torch.cat(found, -1) for found in zip(*parts, strict=True))
-    return Rows(valid, valid & inside, loss, alpha, hit, gap)
+    return PredictionRows(valid, valid & inside, loss, alpha, hit, gap)
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -137,7 +137,9 @@ def target_logits(last_RD: Tensor, head_VD: Tensor) -> Tensor:
         return last_RD.float() @ head_VD.float().T
 
 
-def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Sequence[float], focus: float) -> Tensor:
+def per_sequence(
+    rows: PredictionRows, targets: TrainTargets, sequences: int, step_weights: Sequence[float], focus: float
+) -> Tensor:
     """The loss of each sequence [S], nats per token: the mean over its tokens, weighted over steps.
 
     So all sequences have the same weight, regardless of length (DeepSpec: with a mean over tokens, acceptance falls as
@@ -154,7 +156,7 @@ def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Seq
 
 
 class Stats(NamedTuple):
-    """Sums over tokens, [J] each, float64; sums of batches and of ranks can be added. `Measured` holds their means."""
+    """Sums over tokens, [J] each, float64, of a batch or a rank; they add up. `DrafterMetrics` holds their means."""
 
     tokens: Tensor
     loss: Tensor
@@ -166,7 +168,7 @@ class Stats(NamedTuple):
 
 
 @torch.no_grad()
-def count(rows: Rows, targets: Targets, positions: int) -> Stats:
+def count(rows: PredictionRows, targets: TrainTargets, positions: int) -> Stats:
     """The sums of a batch of `positions` = B * T rows."""
     valid = rows.valid.double()
     found = [valid, torch.where(rows.kept, rows.loss, 0.0), rows.hit * valid, rows.alpha * valid]
@@ -185,7 +187,7 @@ def count(rows: Rows, targets: Targets, positions: int) -> Stats:
     return Stats(*sums, *(torch.stack(one) for one in zip(*runs, strict=True)))
 
 
-class Measured(NamedTuple):
+class DrafterMetrics(NamedTuple):
     """A drafter's results on some sequences: per step, and the predicted length with J drafts."""
 
     tokens: int
@@ -207,14 +209,14 @@ class Measured(NamedTuple):
         return 1 + sum(self.accepted_sampled[:drafts])
 
 
-def measured(stats: Stats) -> Measured:
+def measured(stats: Stats) -> DrafterMetrics:
     """The means of the sums; 0 if nothing was counted."""
     tokens, loss, hits, alpha, runs, run_hits, run_alpha = (x.tolist() for x in stats)
 
     def mean(sums: list[float], counts: list[float]) -> list[float]:
         return [total / max(number, 1.0) for total, number in zip(sums, counts, strict=True)]
 
-    return Measured(
+    return DrafterMetrics(
         round(tokens[0]), mean(loss, tokens), mean(hits, tokens), mean(alpha, tokens), mean(run_hits, runs),
         mean(run_alpha, runs),
     )  # fmt: skip

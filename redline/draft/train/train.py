@@ -39,7 +39,7 @@ INTERRUPTED = 130  # the exit status of shells for SIGINT
 STATE_COPIES = 4  # float32 copies of the parameters in a state: weights, their average, two moments
 
 
-class Sizes(Record, frozen=True):
+class DrafterSizes(Record, frozen=True):
     """The sizes of a new drafter. None: the target's."""
 
     architecture: Architecture = "mla"
@@ -70,7 +70,7 @@ class TrainConfig(Record, frozen=True):
     capture: str | None = None
     corpus: tuple[str, ...] = ()
     start: str | None = None
-    drafter: Sizes = Sizes()
+    drafter: DrafterSizes = DrafterSizes()
     device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
@@ -229,17 +229,17 @@ def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[in
 
     Raises ConfigError if either is of another target, broken or empty.
     """
-    from redline.draft.corpus.capture import Stored, Streamed, taught_by
+    from redline.draft.corpus.capture import StoredCapture, StreamedCapture, taught_by
     from redline.draft.corpus.corpus import read_examples
-    from redline.draft.corpus.target import Target
+    from redline.draft.corpus.target import TargetModel
 
     if config.capture is not None:
-        stored = Stored(Path(config.capture), Checkpoint.open(config.target).fingerprint)
+        stored = StoredCapture(Path(config.capture), Checkpoint.open(config.target).fingerprint)
         return stored, stored.layer_ids
-    target = Target.open(Path(config.target), pick_device(config.device))
+    target = TargetModel.open(Path(config.target), pick_device(config.device))
     taught_by(config.corpus, target.fingerprint)
     corpus = read_examples(*map(Path, config.corpus))
-    streamed = Streamed(target, corpus.examples)
+    streamed = StreamedCapture(target, corpus.examples)
     if is_main():
         tell_skipped([*corpus.skipped, *streamed.skipped], console)
     return streamed, target.layer_ids

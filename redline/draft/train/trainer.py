@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from redline import clock
 from redline.draft.train import batches, losses, train_state, ttt
-from redline.draft.train.batches import Ahead, Batch, Captured, Source
-from redline.draft.train.budget import Budget, Reached, is_agreement, rate
-from redline.draft.train.losses import Kind, Measured, Stats, measured
+from redline.draft.train.batches import PrefetchIterator, Source, TrainBatch, TrainSequence
+from redline.draft.train.budget import Reached, TrainBudget, is_agreement, rate
+from redline.draft.train.losses import DrafterMetrics, Kind, Stats, measured
 from redline.messages.base import Record
 from redline.model.eagle3.module import Eagle3
 
@@ -24,7 +24,7 @@ Line = dict[str, Any]
 class Recipe(Record, frozen=True):
     """Hyperparameters of a training. Shares refer to the budget."""
 
-    budget: Budget
+    budget: TrainBudget
     tokens_per_batch: int = 32768
     """Rows of one optimiser step, padding included, over all ranks."""
     accumulate: int = 1
@@ -70,7 +70,7 @@ class Trainee(nn.Module):
         self.figures: Any = None
         self.begin = [p.detach().clone() for p in drafter.parameters()] if recipe.l2_sp else []
 
-    def forward(self, batch: Batch, head_VD: Tensor) -> tuple[Tensor, Tensor, Stats]:
+    def forward(self, batch: TrainBatch, head_VD: Tensor) -> tuple[Tensor, Tensor, Stats]:
         """(sum over the batch's sequences of their losses, L2-SP penalty, statistics). head_VD: the target's head."""
         recipe = self.recipe
         normed = ttt.unroll(self.drafter, batch.tokens, batch.features, recipe.steps_ahead, self.way)
@@ -166,7 +166,7 @@ class Trainer:
         Raises ConfigError if the source has nothing to train on.
         """
         recipe = self.recipe
-        ahead = Ahead(self._batches())
+        ahead = PrefetchIterator(self._batches())
         began = clock.monotonic() - self.reached.seconds
         since = (self.tokens, clock.monotonic())
         try:
@@ -194,7 +194,7 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.reached.share(self.step, self.recipe.budget) >= 1
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[TrainBatch]:
         recipe, accelerator = self.recipe, self.accelerator
         found = batches.groups(
             self._source,
@@ -209,10 +209,10 @@ class Trainer:
         for group in islice(found, self._drawn, None):
             yield self._collate(group)
 
-    def _collate(self, group: Sequence[Captured]) -> Batch:
+    def _collate(self, group: Sequence[TrainSequence]) -> TrainBatch:
         return batches.collate(group, self.recipe.max_length, self._chunk, pin=self.device.type == "cuda")
 
-    def _first_or_next(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
+    def _first_or_next(self, group: Sequence[TrainBatch]) -> tuple[Stats, Any]:
         """One step; if compilation fails in the very first one, training continues without it."""
         try:
             return self._step(group)
@@ -224,7 +224,7 @@ class Trainer:
             self._optimizer.zero_grad()
             return self._step(group)
 
-    def _step(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
+    def _step(self, group: Sequence[TrainBatch]) -> tuple[Stats, Any]:
         """One optimiser step, in which every sequence of every rank and batch has the same weight."""
         accelerator, recipe = self.accelerator, self.recipe
         share = rate(self.reached.share(self.step + 0.5, recipe.budget), recipe.warmup)
@@ -258,10 +258,10 @@ class Trainer:
             tokens, seconds, asked = self.accelerator.reduce(mine.to(self.device), "sum").tolist()
             self.reached, self.stopped = self.reached.next(self.step, tokens, seconds), asked > 0
 
-    def _summed(self, stats: Stats) -> Measured:
+    def _summed(self, stats: Stats) -> DrafterMetrics:
         return measured(Stats(*self.accelerator.reduce(torch.stack(list(stats)), "sum").unbind(0)))
 
-    def _line(self, found: Measured, norm: Any) -> Line:
+    def _line(self, found: DrafterMetrics, norm: Any) -> Line:
         return {
             "step": self.step,
             "tokens": round(self.reached.tokens),
@@ -274,7 +274,7 @@ class Trainer:
             "lr": self._optimizer.param_groups[0]["lr"],
         }
 
-    def _weighted(self, found: Measured) -> float:
+    def _weighted(self, found: DrafterMetrics) -> float:
         weights = [self.recipe.step_decay**step for step in range(len(found.loss))]
         return sum(w * x for w, x in zip(weights, found.loss, strict=True)) / sum(weights)
 
@@ -285,7 +285,7 @@ class Trainer:
         """The results of the averaged drafter on the held-out sequences, in total and by domain."""
         domains = sorted({one.domain for one in self.held_out})
         limit = self.recipe.tokens_per_batch
-        work: list[tuple[int, list[Captured]]] = []
+        work: list[tuple[int, list[TrainSequence]]] = []
         for number, domain in enumerate(domains):
             mine = [one for one in self.held_out if one.domain == domain]
             work += [(number, group) for group in batches.cut(mine, limit, self.recipe.max_length)]
@@ -307,7 +307,7 @@ class Trainer:
         }
         return {"held_out": self._held_out(measured(Stats(*sums.sum(0).unbind(0)))), "domains": by_domain}
 
-    def _held_out(self, found: Measured) -> Line:
+    def _held_out(self, found: DrafterMetrics) -> Line:
         return {
             "rows": found.tokens,
             "loss": round(self._weighted(found), 5),

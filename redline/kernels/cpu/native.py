@@ -6,6 +6,7 @@ set; by default the kernels are compiled for everything that this processor supp
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -17,18 +18,20 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.record import Record, accepted, layout_check
+from redline.kernels.record import ArgumentStruct, accepted, layout_check
 from redline.kernels.record import record as read_record
 from redline.limits import processors
 
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(str(path.relative_to(HERE)) for path in HERE.rglob("*.cpp")))
+LOCK = "build.lock"  # in the cache folder: held by the process that builds
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
 
@@ -146,12 +149,12 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[ArgumentStruct]:
     """The struct of this name, as declared in one of HEADERS."""
     return read_record(HERE / _declared(rf"struct ({name})\s*\{{")[name], name)
 
 
-def taken_by(name: str) -> type[Record]:
+def taken_by(name: str) -> type[ArgumentStruct]:
     """The record type of this kernel's arguments, from its declaration."""
     (kind,) = _declared(rf"\bredline_{name}\(const (\w+)&")
     return record(kind)
@@ -323,10 +326,20 @@ def _objects(compiler: str, folder: Path) -> list[Path]:
 
 
 def _build(compiler: str, path: Path) -> str | None:
-    """Compiles changed sources in parallel, and links. Returns None, or the first line of the error.
+    """Builds the library, unless another process does: then it waits for it. Returns None, or the first line of the
+    error.
+
+    Without the lock, the processes of a server with eight ranks would each compile every source."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return None if path.exists() else _compiled(compiler, path)
+
+
+def _compiled(compiler: str, path: Path) -> str | None:
+    """Compiles changed sources, as many at a time as there are processors, and links. Returns as `_build`.
 
     The check of the record layouts is compiled first; it takes a moment and has no output."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     objects = _objects(compiler, path.parent)
     compiled_with = [*(flag for flag in flags() if flag != "-shared"), f"-I{HERE}"]
     check = [compiler, *compiled_with, "-fsyntax-only", "-x", "c++", "-"]
@@ -334,16 +347,17 @@ def _build(compiler: str, path: Path) -> str | None:
     if checked.returncode != 0:
         return _first_error(checked.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        jobs: list[tuple[subprocess.Popen[bytes], Path]] = []
-        for source, kept in zip(SOURCES, objects, strict=True):
-            if not kept.exists():
-                command = [compiler, *compiled_with, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
-                jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), kept))
-        outputs = [(job.communicate()[1], job.returncode) for job, _ in jobs]
-        failed = [message for message, code in outputs if code != 0]
+        missing = [(source, kept) for source, kept in zip(SOURCES, objects, strict=True) if not kept.exists()]
+        commands = [
+            [compiler, *compiled_with, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
+            for source, kept in missing
+        ]
+        with ThreadPoolExecutor(processors()) as pool:
+            outputs = list(pool.map(_run, commands))
+        failed = [output.stderr for output in outputs if output.returncode != 0]
         if failed:
             return _first_error(failed[0])
-        for _, kept in jobs:  # two processes that build at the same time produce the same files
+        for _, kept in missing:
             os.replace(f"{folder}/{kept.name}", kept)
         library_path = f"{folder}/kernels.so"
         link = subprocess.run(
@@ -356,6 +370,10 @@ def _build(compiler: str, path: Path) -> str | None:
             os.fsync(file.fileno())
         os.replace(library_path, path)
     return None
+
+
+def _run(command: list[str]) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
 
 
 def _first_error(message: bytes) -> str:

@@ -1,9 +1,30 @@
-// Router: s = sigmoid(x W^T); the k largest of s + bias; weights s / (sum + 1e-20) * scale.
+// Router: s = sigmoid(x W^T); the k largest of s + bias, in the best groups; weights s / (sum + 1e-20) * scale.
 #include <cmath>
 
 #include "core/gemm.h"
 #include "core/kernels.h"
 #include "core/watch.h"
+
+// -inf outside of the `chosen` groups with the largest sums of their two best scores; ties to the lower group.
+static void keep_best_groups(float* choice, int E, int groups, int chosen) {
+    int size = E / groups;
+    static thread_local std::vector<float> sums;
+    sums.assign(groups, 0);
+    for (int g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > first) second = first, first = choice[e];
+            else if (choice[e] > second) second = choice[e];
+        }
+        sums[g] = first + second;
+    }
+    for (int g = 0; g < groups; g++) {
+        int better = 0;
+        for (int other = 0; other < groups; other++)
+            better += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+        if (better >= chosen) std::fill(choice + g * size, choice + (g + 1) * size, -INFINITY);
+    }
+}
 
 extern "C" void redline_route_experts(const RouteExpertsCall& call) {
     OpSpan span("route_experts");
@@ -27,6 +48,7 @@ extern "C" void redline_route_experts(const RouteExpertsCall& call) {
             int32_t* id = call.ids + (int64_t)(rows.begin + m) * k;
             float* weight = call.weights + (int64_t)(rows.begin + m) * k;
             for (int e = 0; e < E; e++) choice[e] = s[e] + call.bias[e];
+            if (call.groups > 1) keep_best_groups(choice, E, call.groups, call.chosen_groups);
             float total = 0;
             for (int j = 0; j < k; j++) {
                 int best = 0;

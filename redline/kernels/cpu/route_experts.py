@@ -30,6 +30,8 @@ def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
         k=k,
         normalise=args.normalise,
         scale=args.scale,
+        groups=args.groups,
+        chosen_groups=args.chosen_groups,
     )
     return ids, weights
 

@@ -18,10 +18,6 @@ constexpr int BLOCK = 256;  // tokens of a sum
 
 typedef double f64x8 __attribute__((vector_size(64)));
 
-struct Odds {  // the columns of SampleCall::odds
-    double temperature, top_p, min_p, top_k, u;
-};
-
 struct Sum {
     f64x8 low = {}, high = {};
 
@@ -159,7 +155,7 @@ struct Row {
         return a[4];
     }
 
-    float least_kept(const Odds& odds) {
+    float least_kept(const SampleOdds& odds) {
         float least = 0;
         bool limited = odds.top_k > 0 && odds.top_k < V;
         double among = 0;
@@ -177,7 +173,7 @@ struct Row {
         return odds.min_p > least ? (float)odds.min_p : least;
     }
 
-    int64_t draw(const float* x, const Odds& odds) {
+    int64_t draw(const float* x, const SampleOdds& odds) {
         if (!weigh(x, (float)odds.temperature)) return -1;
         float least = least_kept(odds);
         return find(odds.u * add_up(least), least);
@@ -201,8 +197,7 @@ extern "C" void redline_sample(const SampleCall& call) {
         row.resize(call.V);
         Range rows = share(R, tasks, task);
         for (int r = rows.begin; r < rows.end; r++) {
-            const double* o = call.odds + r * 5;
-            call.ids[r] = row.draw(call.x + r * call.ldx, {o[0], o[1], o[2], o[3], o[4]});
+            call.ids[r] = row.draw(call.x + r * call.ldx, call.odds[r]);
         }
     });
 }

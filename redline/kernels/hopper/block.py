@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.all_gather import all_gather_queries
+from redline.kernels.hopper.collectives.rank_links import ATTENTION, EXPERTS, RankLinks
+from redline.kernels.hopper.collectives.share_latents import divides, share_latents
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import (
@@ -26,12 +29,10 @@ from redline.kernels.hopper.decode.choose_experts import (
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
-from redline.kernels.hopper.decode.gather_ranks import gather_queries
 from redline.kernels.hopper.decode.pairs_down import pairs_down, reads
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.decode.share_latents import divides, share_latents
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
@@ -39,8 +40,7 @@ from redline.kernels.hopper.linear import products
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
-from redline.kernels.hopper.prefill.stream import Part, PromptStream
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks
+from redline.kernels.hopper.prefill.stream import CommunicatedRows, PromptStream
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.route_experts import choose
@@ -243,7 +243,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         routed = grouped_experts(x, ids, weights, e.up, e.down)
     shared = laid_out(w.down).T
 
-    def partial(part: Part) -> Tensor:
+    def partial(part: CommunicatedRows) -> Tensor:
         own = part.of(h)[:, : w.width] @ shared
         if not stream.divided:
             return own + routed[part.rows]  # float32
@@ -270,5 +270,5 @@ def _absorbed(
     positions = inputs.positions
     if links is None or not divides(links, q.shape[0], q.shape[1], w.attention.rank, longest, positions):
         return unabsorb(*attend(q, *given, positions=positions), w.attention.w_uv)
-    parts = attend(gather_queries(q, links), *given, rank=links.rank, ranks=links.ranks, positions=positions)
+    parts = attend(all_gather_queries(q, links), *given, rank=links.rank, ranks=links.ranks, positions=positions)
     return unabsorb(*share_latents(*parts, links), w.attention.w_uv)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper import driver
-from redline.kernels.record import Record, layout_check, record
+from redline.kernels.record import ArgumentStruct, layout_check, record
 
 HERE = Path(__file__).parent
 # source, name, options, arguments, grid, threads per block, bytes of shared memory per block
-Launch = Callable[[Path, str, Sequence[str], Record, tuple[int, int], int, int], None]
+Launch = Callable[[Path, str, Sequence[str], ArgumentStruct, tuple[int, int], int, int], None]
 _emulating = threading.local()
 # Limits of a Hopper multiprocessor, from CUDA's programming guide for compute capability 9.0.
 SM_THREADS, SM_BLOCKS, SM_SHARED, BLOCK_SHARED = 2048, 32, 228 << 10, 1 << 10
@@ -37,7 +37,7 @@ class CudaKernel:
 
     source: str
     name: str
-    args: type[Record]
+    args: type[ArgumentStruct]
     defines: Mapping[str, int | str] = field(hash=False)
     shared: int
     threads: int = 512
@@ -62,13 +62,13 @@ class CudaKernel:
     def _function(self) -> driver.Function:
         return driver.Function(self.path, self.name, self.options, self.shared, layout_check(self.args))
 
-    def launch(self, arguments: Record, grid: int, grid_y: int = 1, *, overlap: bool = True) -> None:
+    def launch(self, arguments: ArgumentStruct, grid: int, grid_y: int = 1, *, overlap: bool = True) -> None:
         """Launches on torch's current stream. overlap: the kernel may begin before the preceding one has ended, and
         then calls `wait_for_previous_grid` before it reads that one's results.
 
         Blocks that wait for other ranks must all be resident at the same time: a block that has not started sends
         nothing, and blocks that wait for it do not exit. This is asserted as far as `at_once` can tell. Registers
-        always suffice for one block per multiprocessor (112 blocks of `experts_down`); 64 tokens of `sum_ranks` are 896
+        always suffice for one block per multiprocessor (112 blocks of `experts_down`); `all_reduce` of 64 tokens is 896
         blocks of 128 threads, 7 per multiprocessor, which 72 registers per thread allow.
 
         Raises TypeError for a record of another struct than the kernel takes.
@@ -97,7 +97,7 @@ def _multiprocessors() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
-class LaunchRecord(Record):
+class LaunchRecord(ArgumentStruct):
     """A kernel's arguments. Raises TypeError, as every record does, and for a tensor that is not on a GPU outside
     emulation."""
 
@@ -109,7 +109,7 @@ class LaunchRecord(Record):
         super().__init__(**values)
 
 
-def launch_record(source: str, name: str) -> type[Record]:
+def launch_record(source: str, name: str) -> type[ArgumentStruct]:
     """The struct `name` of a source in this folder, as parsed by `record`."""
     return record(HERE / source, name, LaunchRecord)
 

@@ -17,6 +17,8 @@ from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftPages, DraftRows
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import GpuMla
+from redline.kernels.hopper.collectives.rank_links import ATTENTION, EXPERTS, Linked
+from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import ROPE, attend
 from redline.kernels.hopper.decode.dense import MOST_STREAMED, MOST_TOKENS
@@ -31,8 +33,6 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, Tiled8, padded
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Linked
-from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.config import Eagle3Config
@@ -191,7 +191,7 @@ class GpuServed:
 
     def logits(self, normed_RD: Tensor) -> Tensor:
         """bf16 [R, D], normed -> float32 [R, draft vocabulary]."""
-        return self._group.gather(logits_of(normed_RD, self._head, self._normed))
+        return self._group.all_gather(logits_of(normed_RD, self._head, self._normed))
 
 
 class _Reader:

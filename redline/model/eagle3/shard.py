@@ -2,7 +2,7 @@
 
 Divided: attention heads, the width of the MLP, and the drafter's own head. Replicated: the fusion of the target's
 states, norms, the projections into attention, and the rows of a page. If heads or width do not divide evenly, the whole
-layer is replicated: a pass with only one all-reduce would use the same site twice in a row (kernels/hopper/ranks.py).
+layer is replicated: a pass with only one all-reduce would use the same site twice in a row (rank_links.py).
 On a CPU every rank has the whole drafter.
 """
 

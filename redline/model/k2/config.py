@@ -1,6 +1,7 @@
-"""The geometry of a K2-class text model, read from its config.json.
+"""The geometry of a text model with latent attention and routed experts, read from its config.json: Kimi K2's and
+DeepSeek-V3's.
 
-All variants of the family's config files are read here and nowhere else; unsupported settings are rejected by name.
+All variants of their config files are read here and nowhere else; unsupported settings are rejected by name.
 `K2Config` also computes the model's cost: parameters, bytes of weights, bytes of KV per token.
 """
 
@@ -118,6 +119,9 @@ class K2Config:
     pad_token_id: int | None
     tie_word_embeddings: bool
     quantization: Quantization
+    n_group: int = 1
+    topk_group: int = 1
+    """Experts are chosen from the `topk_group` best of `n_group` groups of experts; Kimi has one group."""
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "K2Config":
@@ -140,6 +144,7 @@ class K2Config:
         text = _text_section(top)
         for key, supported, absent in _ONE_WAY:
             text.demand(key, supported, absent)
+        groups = _groups(text, top)
         heads = text.integer("num_attention_heads")
         text.demand("num_key_value_heads", heads, heads)
         eps = text.number("rms_norm_eps")
@@ -174,6 +179,8 @@ class K2Config:
                 "tie_word_embeddings", default=top.flag("tie_word_embeddings", default=False)
             ),
             quantization=_quantization(top, text),
+            n_group=groups[0],
+            topk_group=groups[1],
         )
         _check_sizes(config, text)
         return config
@@ -354,8 +361,6 @@ def read_json(path: Path) -> dict[str, Any]:
 # (key, supported value, meaning of a missing key) for keys with one supported value. `...`: the key is required, since
 # the default of the classes that read these files is a value that is not supported here.
 _ONE_WAY: tuple[tuple[str, Any, Any], ...] = (
-    ("n_group", 1, ...),
-    ("topk_group", 1, ...),
     ("scoring_func", "sigmoid", "sigmoid"),
     ("topk_method", "noaux_tc", "noaux_tc"),
     ("hidden_act", "silu", "silu"),
@@ -373,6 +378,20 @@ def _text_section(top: "Section") -> "Section":
     text = top.section("text_config")
     text.one_of("model_type", ("kimi_k2", "deepseek_v3"))
     return text
+
+
+def _groups(text: "Section", top: "Section") -> tuple[int, int]:
+    """(n_group, topk_group): of a flat deepseek_v3 any that are possible, else (1, 1)."""
+    if text is not top or text.get("model_type") != "deepseek_v3":
+        for key in ("n_group", "topk_group"):
+            text.demand(key, 1, ...)
+        return 1, 1
+    groups, chosen, experts = (text.integer(key) for key in ("n_group", "topk_group", "n_routed_experts"))
+    if experts % groups or (groups > 1 and experts // groups < 2):
+        raise text.refusal("n_group", f"a divisor of n_routed_experts ({experts}) with two experts or more in a group")
+    if chosen > groups:
+        raise text.refusal("topk_group", f"at most n_group ({groups})")
+    return groups, chosen
 
 
 def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Yarn | None]:
@@ -478,6 +497,9 @@ def _check_sizes(config: K2Config, text: "Section") -> None:
         raise text.refusal("qk_rope_head_dim", "an even number: rope turns pairs")
     if config.num_experts_per_tok > config.n_routed_experts:
         raise text.refusal("num_experts_per_tok", f"at most n_routed_experts ({config.n_routed_experts})")
+    if config.num_experts_per_tok * config.n_group > config.n_routed_experts * config.topk_group:
+        most = config.n_routed_experts // config.n_group * config.topk_group
+        raise text.refusal("num_experts_per_tok", f"at most {most}, the experts of topk_group groups")
     match config.quantization:
         case Int4Experts():
             name, group = "INT4", INT4_GROUP

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.block import Block, Moe
-from redline.kernels.cpu.blocks.transformer import Predicted, Transformer, TransformerArgs
+from redline.kernels.cpu.blocks.transformer import Transformer, TransformerArgs, TransformerOutput
 from redline.kernels.cpu.panels import Matrix, Stack, above_one_another
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -95,7 +95,7 @@ class K2:
 
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
-    ) -> Predicted:
+    ) -> TransformerOutput:
         """Runs the step through the model and returns the next tokens after the rows `asked` (indices into the step).
 
         planes  [layers, pages, 64, kv width], read, and written at rows_T
@@ -124,11 +124,11 @@ class K2:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states [R, D] -> logits float32 [R, V]."""
-        return self.group.gather(linear(hidden_RD, self.head).float())
+        return self.group.all_gather(linear(hidden_RD, self.head).float())
 
     def whole_head(self) -> Tensor:
         """The whole head bf16 [V, D], gathered from all ranks; all must call this."""
-        return self.group.gather(self.head.dense().T.float()).T.to(torch.bfloat16)
+        return self.group.all_gather(self.head.dense().T.float()).T.to(torch.bfloat16)
 
 
 def load(
@@ -276,6 +276,8 @@ class Reader:
             chosen=config.num_experts_per_tok,
             normalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
+            groups=config.n_group,
+            chosen_groups=config.topk_group,
         )
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:

@@ -22,7 +22,7 @@ from torch import Tensor
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Moe
-from redline.kernels.cpu.blocks.transformer import Predicted, TransformerArgs
+from redline.kernels.cpu.blocks.transformer import TransformerArgs, TransformerOutput
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
@@ -33,7 +33,7 @@ from redline.ops.mla import MlaWeights, prefill_whole, rounds
 from redline.ops.moe import Routed
 
 
-def forward(step: TransformerArgs, group: Group = ALONE) -> Predicted:
+def forward(step: TransformerArgs, group: Group = ALONE) -> TransformerOutput:
     """A whole step: the argmax token of every requested row, with the captured states and the logits."""
     planes, weights, inputs, layers, asked = step
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
@@ -46,7 +46,7 @@ def forward(step: TransformerArgs, group: Group = ALONE) -> Predicted:
     residual, x = add_norm(residual, partial, weights.norm, weights.eps)
     if features is not None and len(weights.blocks) in wanted:
         features[:, wanted[len(weights.blocks)]] = residual
-    logits_RV = group.gather(linear(x[list(asked)], weights.head).float())
+    logits_RV = group.all_gather(linear(x[list(asked)], weights.head).float())
     return predicted(x, None if features is None else features.flatten(1), logits_RV)
 
 
@@ -65,7 +65,7 @@ def block(
     """
     residual, x = attended(residual_TD, partial_TD, weights, inputs, plane, group)
     routed = route(x, weights.experts)
-    return residual, group.add(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
+    return residual, group.all_reduce(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
 
 
 def attended(
@@ -82,7 +82,7 @@ def attended(
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
     attend(q, w, weights.softmax_scale, inputs, plane, o)
-    partial = group.add(linear(o.flatten(1), weights.o_proj, rounds(plane)))
+    partial = group.all_reduce(linear(o.flatten(1), weights.o_proj, rounds(plane)))
     return add_norm(residual, partial, weights.mlp_norm, weights.eps)
 
 
@@ -110,14 +110,14 @@ def route(x: Tensor, experts: Moe | None) -> Routed | None:
     if experts is None:
         return None
     e = experts
-    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale, e.groups, e.chosen_groups)
     return Routed(e.gate_up, e.down, ids, weights)
 
 
-def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
+def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> TransformerOutput:
     """The result of a step from hidden [T, D], captured states [T, F D] and logits float32 [R, V].
 
     The argmax is reported as -1 for a row whose logits are not all finite.
     """
     ids_R, finite_R = best(logits_RV)
-    return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)
+    return TransformerOutput(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)

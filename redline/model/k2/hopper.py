@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import (
     MOST_DECODED,
@@ -19,6 +19,8 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
+from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS as MOST_TOKENS_OF_RANKS
+from redline.kernels.hopper.collectives.rank_links import Linked
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, SUMMED_PAIRS, notes_of
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
@@ -28,8 +30,6 @@ from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 from redline.kernels.hopper.prefill.stream import PromptStream
-from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
-from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
@@ -82,11 +82,11 @@ class GpuK2(K2):
 
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
-    ) -> Predicted:
+    ) -> TransformerOutput:
         """As `K2.predict`; reading the argmax tokens waits for the device if any are requested."""
         hidden, features = self.forward(inputs, planes, layers)
         if not asked:
-            return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
+            return TransformerOutput([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
         return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
 
     def _decode(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
@@ -117,7 +117,7 @@ class GpuK2(K2):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
-        return self.group.gather(logits_of(hidden_RD, self.head, self._normed))
+        return self.group.all_gather(logits_of(hidden_RD, self.head, self._normed))
 
 
 def most_decoded(config: K2Config, ranks: int) -> int:

@@ -1,4 +1,8 @@
-"""Chooses the model class for a checkpoint and a device: the GPU's own if its kernels run there, or the references'."""
+"""Opens checkpoints of Kimi K2, and chooses the model class for a device: the GPU's own if its kernels run there, or
+the references'."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,6 +35,40 @@ def why_not(config: K2Config, device: torch.device) -> str | None:
     """The reason, in one line, why the GPU kernels do not support this model or device; None if they do."""
     if not kernel.has_kernels(device):
         return kernel.why_not() if device.type == "cuda" else "not a GPU"
+    if config.n_group > 1:
+        return "no GPU kernel routes within groups of experts"
     if config.kv_lora_rank.bit_count() != 1 or config.kv_lora_rank > 512 or config.qk_rope_head_dim != 64:
         return "the GPU's kernels read latents of 64, 128, 256 or 512, and keys of 64"
     return None
+
+
+class LatentLoader:
+    """The `ModelLoader` of models with latent attention and routed experts."""
+
+    def config(self, folder: Path | str) -> K2Config:
+        return K2Config.from_folder(folder)
+
+    def open(self, folder: Path | str) -> Checkpoint:
+        return Checkpoint.open(folder)
+
+    def load(self, checkpoint: Checkpoint, device: torch.device, group: Group) -> cpu.K2:
+        return load(checkpoint, device, group)
+
+    def random(
+        self,
+        config: K2Config,
+        in_memory: int,
+        tokens: int,
+        device: torch.device,
+        progress: Callable[[int, int], object],
+        group: Group,
+    ) -> cpu.K2:
+        from redline.model.k2.random_weights import random_k2  # which imports this module
+
+        return random_k2(config, in_memory, tokens, device, progress, group)
+
+    def refusal(self, config: K2Config, device: torch.device) -> str | None:
+        return None
+
+
+LOADER = LatentLoader()

@@ -101,6 +101,8 @@ class CpuWeights:
             chosen=c.num_experts_per_tok,
             normalise=c.norm_topk_prob,
             scale=c.routed_scaling_factor,
+            groups=c.n_group,
+            chosen_groups=c.topk_group,
         )
 
     def _experts(self, outputs: int, inputs: int) -> Experts:

@@ -35,13 +35,19 @@ from redline.model.vision.load import random_tensors
 from redline.ops.formats import INT4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
 # k25: K2.5 and later. k25-short: without `.model.`, as in some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
-Layout = Literal["k25", "k25-short", "k2"]
+# deepseek: as k2, with model_type deepseek_v3 and a layer for multi-token prediction after the last one.
+Layout = Literal["k25", "k25-short", "k2", "deepseek"]
 
 SHARD_BYTES = 14_000_000
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
-_PREFIX = {"k25": "language_model.model.", "k25-short": "language_model.", "k2": "model."}
-_HEAD = {"k25": "language_model.lm_head.weight", "k25-short": "language_model.lm_head.weight", "k2": "lm_head.weight"}
+_PREFIX = {"k25": "language_model.model.", "k25-short": "language_model.", "k2": "model.", "deepseek": "model."}
+_HEAD = {
+    "k25": "language_model.lm_head.weight",
+    "k25-short": "language_model.lm_head.weight",
+    "k2": "lm_head.weight",
+    "deepseek": "lm_head.weight",
+}
 _FORMATS: dict[str, Quantization] = {
     "int4": Int4Experts(),
     "nvfp4": Nvfp4Experts("ModelOpt"),
@@ -158,7 +164,8 @@ def k25_config(
     media_placeholder_token_id: int | None = None,
     vision_config: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """config.json in the form of Moonshot's K2.5 and later; for layout "k2", the flat form of K2 and K2-Thinking.
+    """config.json in the form of Moonshot's K2.5 and later; for layout "k2", the flat form of K2 and K2-Thinking; for
+    "deepseek" that of DeepSeek-V3.
 
     `K2Config.from_dict` of it returns an equal config. A text-only file has no vision_config. Of the published files'
     keys these are omitted: generation defaults, which no reader uses, and auto_map, which names code that is not in the
@@ -178,6 +185,8 @@ def k25_config(
     }
     if not isinstance(config.quantization, Unquantized):
         text["quantization_config"] = quantization_config(config.quantization)
+    if layout == "deepseek":
+        return {**text, "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
     if layout == "k2":
         return text
     top: dict[str, Any] = {
@@ -348,6 +357,8 @@ def _int4_entries(weight: Weight) -> list[tuple[str, str, tuple[int, ...]]]:
 
 def _random_tensors(config: K2Config, seed: int, layout: Layout, experts_alike: bool) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
+    if layout == "deepseek":
+        yield from _predicting_layer(config, generator)
     first_expert: dict[str, list[tuple[str, Tensor]]] = {}
     for weight in weights(config):
         name = stored_name(weight.name, layout)
@@ -360,6 +371,14 @@ def _random_tensors(config: K2Config, seed: int, layout: Layout, experts_alike: 
             first_expert[projection] = parts
         for suffix, tensor in first_expert[projection]:
             yield name + suffix, tensor.clone()
+
+
+def _predicting_layer(config: K2Config, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
+    """A part of DeepSeek-V3's layer for multi-token prediction, which no reader of the text model needs."""
+    at, hidden = f"model.layers.{config.num_hidden_layers}", config.hidden_size
+    shapes = {"embed_tokens": (config.vocab_size, hidden), "enorm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+    for name, shape in shapes.items():
+        yield f"{at}.{name}.weight", torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
 def _random(weight: Weight, generator: torch.Generator) -> Tensor:
@@ -421,6 +440,8 @@ _AS_THEY_ARE = (
     "v_head_dim",
     "qk_nope_head_dim",
     "num_experts_per_tok",
+    "n_group",
+    "topk_group",
     "first_k_dense_replace",
     "norm_topk_prob",
     "max_position_embeddings",
@@ -431,8 +452,6 @@ _AS_THEY_ARE = (
 
 _FIXED: dict[str, Any] = {
     "topk_method": "noaux_tc",
-    "n_group": 1,
-    "topk_group": 1,
     "moe_layer_freq": 1,
     "scoring_func": "sigmoid",
     "hidden_act": "silu",

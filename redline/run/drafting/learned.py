@@ -25,12 +25,12 @@ from redline.ops.staged import staged
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
-from redline.run.slots import Proposal, Slots, Span
+from redline.run.slots import Proposal, RowSpan, Slots
 
 SURE = 8  # tokens of a suffix match from which it is preferred to the learned drafter
 
 
-class Drafting:
+class SlotDrafters:
     """The drafters of one runner: the learned one, if there is one, and suffix matches."""
 
     def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool, *, certain: bool = False) -> None:
@@ -44,7 +44,7 @@ class Drafting:
         self._places = drafter.served.pages(slots.tokens, slots.tables) if drafter is not None else None
 
     def follow(
-        self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
+        self, spans: Sequence[RowSpan], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
     ) -> None:
         """The drafter reads the accepted tokens, and leaves a proposal in each slot for which a row requests one.
 
@@ -69,7 +69,7 @@ class Drafting:
             features_TF,
         )
 
-    def read(self, spans: Sequence[Span], firsts: Sequence[int], features_TF: Tensor) -> None:
+    def read(self, spans: Sequence[RowSpan], firsts: Sequence[int], features_TF: Tensor) -> None:
         """The drafter reads the prompt tokens that the host knows, and drafts nothing. Arguments as in `follow`.
 
         The row of a token that is still to be chosen is left out.
@@ -78,7 +78,7 @@ class Drafting:
         counts = [span.count for span in spans]
         self._read(self._drafter, spans, firsts, counts, [0] * len(spans), features_TF)
 
-    def _wanted(self, span: Span) -> int:
+    def _wanted(self, span: RowSpan) -> int:
         """How many tokens the learned drafter should propose: none if a grammar forces some, which are always
         accepted. A suffix match is left in the slot here."""
         slot = self._slots.at[span.slot]
@@ -98,7 +98,7 @@ class Drafting:
     def _read(
         self,
         drafter: Eagle3,
-        spans: Sequence[Span],
+        spans: Sequence[RowSpan],
         firsts: Sequence[int],
         counts: Sequence[int],
         wanted: Sequence[int],

@@ -15,7 +15,7 @@ from redline.kernels.hopper.step.suffix_match import DEPTH, SHORTEST, WINDOW
 CANDIDATES = 16  # earlier positions to compare, latest first
 
 
-class Suffix:
+class SuffixIndex:
     """The latest tokens of one job, with an index of their earlier occurrences."""
 
     def __init__(self, window: int = WINDOW) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from redline import clock
 from redline.messages.job import Grammar
-from redline.policy.grammar import Budget, parser_limits, told
+from redline.policy.grammar import GrammarBudget, parser_limits, told
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -126,7 +126,7 @@ class Matcher:
         self._compiled = compiled
         self._own: LLMatcher | None = None
         self._lost = False  # the grammar cannot be compiled
-        self._budget = Budget()
+        self._budget = GrammarBudget()
         self.error: str | None = None  # why the job cannot continue, in one line for its client; None: no error so far
         self._free = compiled is None or bool(grammar.after)  # the grammar has not begun
         # Tokens left of the thinking budget; None: thinking is over, or not bounded.

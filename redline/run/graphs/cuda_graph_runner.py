@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -56,13 +57,14 @@ from redline.kernels.hopper.step.suffix_match import SHORTEST
 from redline.messages.job import PAGE_TOKENS, Sampling
 from redline.messages.step import CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 from redline.ops.draws import signed
+from redline.ops.sample import ODDS
 from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import NO_CHOICE, DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph_recorder import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
-from redline.run.sampling.on_host import is_greedy, is_narrowed
+from redline.run.sampling.on_host import has_penalties, is_greedy, is_narrowed, odds_of, penalties_of
 from redline.run.slots import NOTHING, Proposal, Slot
 
 HOST_BUFFERS = 8  # plans or results that the host may still hold: two per step if a prompt ends in it
@@ -72,7 +74,7 @@ _NO_MASKS: Mapping[int, Callable[[], Tensor]] = {}
 _log = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
+class RowOutcome(NamedTuple):
     """The outcome of one row: the slot's tokens before the step, the positions that ran, the new tokens, the next
     drafts."""
 
@@ -182,10 +184,10 @@ class GraphReplay:
         self._before = before
         self._scored = scored
         self._lock = threading.Lock()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RowOutcome] = []
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[RowOutcome]:
         """The outcome of each row, in order; the first call waits for the device."""
         with self._lock:
             if not self.landed:
@@ -195,7 +197,7 @@ class GraphReplay:
                 self._wait()
                 rows: list[list[int]] = self._buffers.results[: len(self.step.rows)].tolist()
                 self._outcomes = [
-                    Outcome(
+                    RowOutcome(
                         row[BEFORE],
                         row[RAN],
                         row[BY],
@@ -592,12 +594,15 @@ def _give(drafts: Proposal, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None
     line[DRAFTS_GIVEN][:count] = drafts.tokens
 
 
+_DOUBLES, _BITS = struct.Struct(f"{len(ODDS)}d"), struct.Struct(f"{len(ODDS)}q")
+
+
 def _facts(slot: Slot) -> tuple[int, ...]:
     """A slot's sampling parameters as integers, in the order of `kernels.hopper.step.step_rows`."""
     sampling = slot.sampling
-    temperature = 0.0 if is_greedy(sampling) else sampling.temperature
-    bits = struct.unpack("3q", struct.pack("3d", temperature, sampling.top_p, sampling.min_p))
-    return slot.limit, *bits, sampling.top_k, signed(sampling.seed)
+    if is_greedy(sampling):
+        sampling = msgspec.structs.replace(sampling, temperature=0.0)
+    return slot.limit, signed(sampling.seed), *_BITS.unpack(_DOUBLES.pack(*odds_of(sampling)))
 
 
 def _wishes(slot: Slot) -> tuple[list[int], list[float]]:
@@ -605,10 +610,9 @@ def _wishes(slot: Slot) -> tuple[list[int], list[float]]:
     sampling = slot.sampling
     biased, biases = [token for token, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
     missing, stops = MOST_BIASES - len(biased), list(sampling.stop_ids if sampling.min_tokens else ())
-    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
     stops += [-1] * (MOST_STOPS - len(stops))
     return [min(slot.prompt + sampling.min_tokens, slot.limit), *biased, *[-1] * missing, *stops], [
-        *penalties,
+        *penalties_of(sampling),
         *biases,
         *[0.0] * missing,
     ]
@@ -616,7 +620,7 @@ def _wishes(slot: Slot) -> tuple[list[int], list[float]]:
 
 def _way(slot: Slot, vocabulary: int) -> _Way:
     sampling = slot.sampling
-    penalties = not (sampling.presence_penalty == sampling.frequency_penalty == 0 and sampling.repetition_penalty == 1)
+    penalties = has_penalties(sampling)
     until = slot.prompt + sampling.min_tokens if sampling.stop_ids else 0
     if penalties or sampling.logit_bias:
         until = FOR_EVER

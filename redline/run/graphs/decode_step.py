@@ -26,16 +26,14 @@ from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     COLUMNS,
     FACTS,
-    MIN_P,
     MOST_DRAFTS,
     MOST_ROWS,
     MOST_STEP,
     RESULT_COLUMNS,
     SEED,
     SLOT,
-    TEMPERATURE,
+    SLOT_ODDS,
     TOKENS,
-    TOP_K,
     SlotTensors,
     step_rows,
 )
@@ -44,8 +42,9 @@ from redline.kernels.inputs import Inputs
 from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
+from redline.ops.sample import ODDS
 from redline.run.kv import KvPool
-from redline.run.sampling.on_device import TOP_LOGPROBS, Odds, sample_rows, score_rows
+from redline.run.sampling.on_device import TOP_LOGPROBS, sample_rows, score_rows
 from redline.run.slots import Slots
 
 NO_CHOICE = -2  # token id of a row that may choose no token: its sampling parameters exclude all finite logits
@@ -53,7 +52,7 @@ NO_CHOICE = -2  # token id of a row that may choose no token: its sampling param
 
 class SamplingKind(IntEnum):
     """The sampling that a step's rows need at most: argmax (greedy) for all, sampling from the full vocabulary, or
-    after top-k, top-p or min-p filtering."""
+    after filters (top-k, top-p, ...)."""
 
     LIKELIEST = 0
     WHOLE = 1
@@ -207,13 +206,14 @@ class DecodeStep:
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
         shared, rows, positions = self._shared, self.shape.rows, self.shape.positions
         facts_TC = shared.standing.facts[self._plan_BC[:, SLOT]].repeat_interleave(positions, 0)
-        temperature_T, top_p_T, min_p_T = facts_TC[:, TEMPERATURE : MIN_P + 1].view(torch.float64).unbind(1)
-        cold_T = temperature_T == 0
+        odds_TC = facts_TC[:, SLOT_ODDS].contiguous().view(torch.float64)
+        cold_T = odds_TC[:, ODDS.index("temperature")] == 0
+        odds_TC[:, ODDS.index("temperature")] += cold_T
         position_T = (
             shared.results[:rows, BEFORE, None] + torch.arange(positions, device=shared.plan.device)
         ).flatten()
-        odds = Odds(temperature_T + cold_T, top_p_T, min_p_T, facts_TC[:, TOP_K], facts_TC[:, SEED], position_T)
-        return torch.where(cold_T, likeliest_T, sample_rows(logits_TV, odds, narrowed=narrowed))
+        token_T = sample_rows(logits_TV, odds_TC, facts_TC[:, SEED], position_T, narrowed=narrowed)
+        return torch.where(cold_T, likeliest_T, token_T)
 
     def score(self) -> None:
         """Log probabilities of the tokens that `settle` has chosen, in the model's unadjusted distribution."""

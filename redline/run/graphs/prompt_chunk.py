@@ -18,18 +18,18 @@ from torch import Tensor
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Row, RowResult, Shape, Step, StepResult
-from redline.run.drafting.learned import Drafting
+from redline.run.drafting.learned import SlotDrafters
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, GraphReplay, HostBuffers
 from redline.run.graphs.decode_step import DecodeStep, SharedState
 from redline.run.layer_marks import LayerMarks
-from redline.run.slots import Span
+from redline.run.slots import RowSpan
 
 
 class PromptChunks:
     """The prompt chunks of one runner. Only the thread that runs its steps calls this; any thread may wait for a
     result."""
 
-    def __init__(self, shared: SharedState, captured: CudaGraphRunner, drafting: Drafting) -> None:
+    def __init__(self, shared: SharedState, captured: CudaGraphRunner, drafting: SlotDrafters) -> None:
         self._shared = shared
         self._captured = captured
         self._drafting = drafting
@@ -54,7 +54,7 @@ class PromptChunks:
         self._captured.note_landed()
         slots = self._shared.slots
         errors: list[str | None] = []
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         for row in step.rows:
             slots.add_pages(row.slot, row.new_pages)
             errors.append(slots.at[row.slot].error)
@@ -76,7 +76,7 @@ class PromptChunks:
 
         return result
 
-    def _run(self, number: int, spans: Sequence[Span], marks: LayerMarks | None) -> GraphReplay:
+    def _run(self, number: int, spans: Sequence[RowSpan], marks: LayerMarks | None) -> GraphReplay:
         """Launches the positions; returns the replay of the rows that sample, in their order."""
         shared = self._shared
         reading = any(span.row.drafting for span in spans)

@@ -4,41 +4,29 @@ T rows, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
+from redline.messages.job import OPTIONS
 from redline.messages.step import TokenLogprobs
 from redline.ops.draws import uniforms
 from redline.ops.sample import AT_ONCE
 from redline.run.sampling.on_host import likeliest
 
 
-class Odds(NamedTuple):
-    """Sampling parameters of each row, [T] each: the fields of its Sampling, float64 and int64, and the position of
-    its token."""
-
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor  # 0: all
-    seed: Tensor  # 64 bits, as `ops.draws.signed` gives them
-    position: Tensor
-
-
-def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
+def sample_rows(logits_TV: Tensor, odds_TC: Tensor, seed_T: Tensor, position_T: Tensor, *, narrowed: bool) -> Tensor:
     """The token of each row, int64 [T]; -1 if nothing can be drawn.
 
-    narrowed: whether any row has top_k, top_p or min_p.
+    odds_TC: float64 [T, ODDS], the sampling parameters of each row. seed_T: 64 bits, as `ops.draws.signed` gives them.
+    position_T: int64, of the row's token. narrowed: whether any row is filtered.
     """
-    u_T = uniforms(odds.seed, odds.position)
-    columns = odds.temperature, odds.top_p, odds.min_p, odds.top_k.double(), u_T
-    return sample(logits_TV, torch.stack(columns, 1), narrowed)
+    u_T1 = uniforms(seed_T, position_T)[:, None]
+    return sample(logits_TV, torch.cat([u_T1, odds_TC], 1), narrowed)
 
 
-MOST_TOP = 20  # top log probabilities per position, at most: the API's maximum
+MOST_TOP = int(OPTIONS["logprobs"].le)  # top log probabilities per position, at most
 LOGPROB, RANK = 0, 1  # columns of `score_rows`
 TOP_TOKENS = slice(2, 2 + MOST_TOP)
 TOP_LOGPROBS = slice(TOP_TOKENS.stop, TOP_TOKENS.stop + MOST_TOP)

@@ -6,21 +6,32 @@ reproducible whatever ran with it, in whatever batches, and after any preemption
 R rows, V vocabulary. All float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
-from redline.messages.job import Sampling
+from redline.messages.job import OPTIONS, Sampling, options_at
+from redline.messages.sampling_option import SamplingStage
 from redline.messages.step import TokenLogprobs
-from redline.ops.sample import least_kept
+from redline.ops.penalties import PENALTIES, penalized
+from redline.ops.sample import COLUMN, FILTERS, ODDS, least_kept
 
 _MASK = (1 << 64) - 1
 SHORTLIST = 256  # candidates that `kept` examines first; it sorts the whole vocabulary only if they are not enough
 SORTED = 1 << 18  # values that `kept` sorts at a time: allocating memory for more takes the time of sorting it
 SCORED_ROWS = 128  # prompt positions with logits in memory at once: 84 MB at Kimi's 163,840 tokens
+# The options that a stage reads, as tuples in the order of its names.
+odds_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(*ODDS)
+penalties_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(*PENALTIES)
+_filters_of: Callable[[Sampling], tuple[float, ...]] = attrgetter(
+    *(option.name for option in options_at(SamplingStage.FILTER))
+)
+_NO_PENALTIES = tuple(option.neutral for option in options_at(SamplingStage.PENALTY))
+_NO_FILTERS = tuple(option.neutral for option in options_at(SamplingStage.FILTER))
 COLDEST = 1e-5  # below this temperature sampling is greedy (and logits / temperature could overflow)
 
 
@@ -57,16 +68,20 @@ def is_unadjusted(sampling: Sampling, generated: int) -> bool:
     output. generated: number of output tokens so far."""
     return (
         sampling.grammar is None
-        and sampling.presence_penalty == sampling.frequency_penalty == 0
-        and sampling.repetition_penalty == 1
+        and not has_penalties(sampling)
         and not sampling.logit_bias
         and generated >= sampling.min_tokens
     )
 
 
+def has_penalties(sampling: Sampling) -> bool:
+    """Whether logits depend on the tokens before them."""
+    return penalties_of(sampling) != _NO_PENALTIES
+
+
 def is_narrowed(sampling: Sampling) -> bool:
-    """Whether top_k, top_p or min_p may exclude a part of the vocabulary."""
-    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+    """Whether a filter may exclude a part of the vocabulary."""
+    return _filters_of(sampling) != _NO_FILTERS
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
@@ -91,15 +106,13 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
     logits_V = logits_V.clone()
     for token, bias in sampling.logit_bias:
         logits_V[token] += bias
-    if sampling.repetition_penalty != 1:
-        seen = torch.cat([prompt, generated]).unique()
-        value = logits_V[seen]
-        # Not a Python number: a GPU would multiply by its inverse.
-        factor = torch.full((), sampling.repetition_penalty, dtype=torch.float64, device=value.device).float()
-        logits_V[seen] = torch.where(value > 0, value / factor, value * factor)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        tokens, counts = generated.unique(return_counts=True)
-        logits_V[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+    if has_penalties(sampling):
+        before = prompt if sampling.repetition_penalty != 1 else prompt[:0]  # a long one is slow to sort
+        seen, place = torch.cat([before, generated]).unique(return_inverse=True)
+        counts = torch.zeros_like(seen).index_add_(0, place[len(before) :], torch.ones_like(generated))
+        values = torch.tensor(penalties_of(sampling), dtype=torch.float64, device=seen.device).float()
+        penalties = dict(zip(PENALTIES, values, strict=True))
+        logits_V[seen] = penalized(logits_V[seen], counts, **penalties)
     if generated.shape[0] < sampling.min_tokens and sampling.stop_ids:
         logits_V[list(sampling.stop_ids)] = -torch.inf
     return logits_V
@@ -115,29 +128,33 @@ def sample_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float
 
 
 def _odds(asked: Sequence[Sampling], us: Sequence[float], device: torch.device) -> Tensor:
-    """The sampling parameters of each row as `ops.sample` reads them, float64 [R, 5]."""
-    odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
+    """The sampling parameters of each row as `ops.sample` reads them, float64 [R, COLUMNS]."""
+    odds = [(u, *odds_of(one)) for one, u in zip(asked, us, strict=True)]
     return torch.tensor(odds, dtype=torch.float64, device=device)
 
 
 def kept(probability_RV: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities [R, V], 0 for tokens that top_k, top_p and min_p exclude; they are not scaled to sum to 1."""
+    """The probabilities [R, V], 0 for tokens that filters exclude; they are not scaled to sum to 1."""
     rows, vocabulary = probability_RV.shape
-    odds_R5 = _odds([sampling], [0.0], probability_RV.device).expand(rows, -1)
+    odds_RC = _odds([sampling], [0.0], probability_RV.device).expand(rows, -1)
     # over the whole row: the number of tokens kept follows from a cumulative sum
     nucleus = sampling.top_p < 1 and not sampling.top_k
     best_RB = _most_likely(probability_RV, sampling.top_k or (SHORTLIST if nucleus else 1))
-    whole_R = torch.ones_like(odds_R5[:, 0])
+    whole_R = torch.ones_like(odds_RC[:, 0])
     if nucleus:  # each row separately: over several rows torch's threads may add in another order
         whole_R = torch.stack([probability_V.sum(dtype=torch.float64) for probability_V in probability_RV])
-    least_R = least_kept(best_RB, whole_R, odds_R5)
+    least_R = least_kept(best_RB, whole_R, odds_RC)
     if nucleus:
         short_R = best_RB.cumsum(-1, dtype=torch.float64)[:, -1] < sampling.top_p * whole_R
         if short_R.any():
             for part in short_R.nonzero().squeeze(1).split(max(1, SORTED // vocabulary)):
                 best_RV = _most_likely(probability_RV[part], vocabulary)
-                least_R[part] = least_kept(best_RV, whole_R[part], odds_R5[part])
-    return probability_RV * (probability_RV >= least_R[:, None])
+                least_R[part] = least_kept(best_RV, whole_R[part], odds_RC[part])
+    probability_RV = probability_RV * (probability_RV >= least_R[:, None])
+    for name, keeps in FILTERS.items():
+        if getattr(sampling, name) != OPTIONS[name].neutral:
+            probability_RV = probability_RV * keeps(probability_RV, odds_RC[:, COLUMN[name]])
+    return probability_RV
 
 
 def _most_likely(probability_RV: Tensor, count: int) -> Tensor:

@@ -46,7 +46,7 @@ _NAME = re.compile(r"(\d{10})\.pages")
 _log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class DiskPlace(NamedTuple):
     """Position of a page's bytes, and their expected checksum."""
 
     file: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
     flags: int
 
 
-class Held(Protocol):
+class FolderLock(Protocol):
     """A lock that keeps a folder to this process."""
 
     def release(self) -> object:
@@ -65,18 +65,18 @@ class Held(Protocol):
 
 # Locks an existing folder for this process, by a lock on a file in it: the folder, the file, and the seconds to wait
 # for another process to release it.
-Hold = Callable[[Path, Path, float], Held]
+Hold = Callable[[Path, Path, float], FolderLock]
 
 
-class _Folder(NamedTuple):
+class _LockedFolder(NamedTuple):
     """A folder that this process has locked."""
 
     descriptor: int
-    held: Held
+    held: FolderLock
     lock: os.stat_result | None  # status of its lock file; None: the file system has no locks
 
 
-class _File:
+class _PageFile:
     __slots__ = ("end", "hashes", "used")
 
     def __init__(self, end: int, used: int) -> None:
@@ -91,7 +91,7 @@ class DiskPages:
     def __init__(self, folder: Path, name: str, page_bytes: int, most_bytes: int, hold: Hold) -> None:
         """name: identifies the model and page format; files with another name are removed. Raises OSError if the
         folder cannot be made or written, and the errors of `hold`."""
-        self.places: dict[PageHash, Place] = {}
+        self.places: dict[PageHash, DiskPlace] = {}
         self.bytes = 0  # bytes of all files
         self.most_bytes = most_bytes
         self._folder, self._page_bytes = folder, page_bytes
@@ -100,12 +100,14 @@ class DiskPages:
         self._file_bytes = max(
             len(self._head) + self._record_bytes, min(max(FILE_BYTES, 4 * page_bytes), most_bytes // LEAST_FILES)
         )
-        self._files: dict[int, _File] = {}
+        self._files: dict[int, _PageFile] = {}
         self._current: int | None = None  # the file being appended to
         self._full = False  # the full file system has been logged
         self.removed: Callable[[Sequence[PageHash]], object] | None = None  # called with the pages of a removed file
         self._hold = hold
-        self._own: _Folder | None = self._taken(LOCK_S)  # None: the folder was removed, or belongs to another process
+        self._own: _LockedFolder | None = self._taken(
+            LOCK_S
+        )  # None: the folder was removed, or belongs to another process
 
     def __len__(self) -> int:
         return len(self.places)
@@ -126,7 +128,7 @@ class DiskPages:
             if self.bytes + size > self.most_bytes or len(self.places) >= MOST_PAGES:
                 self._unlink(number)
                 continue
-            file = _File(size, used)
+            file = _PageFile(size, used)
             try:
                 with self._open(number, os.O_RDONLY) as descriptor:
                     ours = os.pread(descriptor, len(self._head), 0) == self._head
@@ -154,7 +156,7 @@ class DiskPages:
         if others:
             _log.warning("%s: removed %d files with pages of another model or in another format", self._folder, others)
 
-    def write(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> Place:
+    def write(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> DiskPlace:
         """Appends a page, which replaces an earlier page of the same hash. flags: below 2^31.
 
         If the file system is full, the least recently used file is removed, and the page is written if that makes room.
@@ -177,7 +179,7 @@ class DiskPages:
                 )
         return self._append(hash, page, checksum, flags)
 
-    def read(self, place: Place, into: memoryview) -> bool:
+    def read(self, place: DiskPlace, into: memoryview) -> bool:
         """Reads a page's bytes without verifying them; False if they are incomplete. Raises OSError."""
         if place.file not in self._files:
             return False
@@ -229,7 +231,7 @@ class DiskPages:
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:010d}.pages"
 
-    def _taken(self, wait_s: float) -> _Folder:
+    def _taken(self, wait_s: float) -> _LockedFolder:
         """Creates the folder if it is missing, accessible to its owner only, and locks it for this process."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_mode & 0o777 != 0o700:
@@ -243,7 +245,7 @@ class DiskPages:
         lock = None
         with contextlib.suppress(FileNotFoundError):
             lock = os.stat(LOCK, dir_fd=descriptor)
-        return _Folder(descriptor, held, lock)
+        return _LockedFolder(descriptor, held, lock)
 
     def _let_go(self) -> None:
         if self._own is not None:
@@ -280,7 +282,7 @@ class DiskPages:
         finally:
             os.close(descriptor)
 
-    def _append(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> Place:
+    def _append(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> DiskPlace:
         if self._own is None:
             self._own = self._taken(0)
             try:
@@ -302,13 +304,13 @@ class DiskPages:
                     os.ftruncate(descriptor, file.end)
                 raise
         self.drop(hash)
-        place = self.places[hash] = Place(number, file.end, checksum, flags)
+        place = self.places[hash] = DiskPlace(number, file.end, checksum, flags)
         file.hashes.append(hash)
         file.end += written
         self.bytes += written
         return place
 
-    def _room(self) -> tuple[int, _File]:
+    def _room(self) -> tuple[int, _PageFile]:
         """The file to append a page to."""
         current = self._current
         if current is not None and self._files[current].end + self._record_bytes <= self._file_bytes:
@@ -328,7 +330,7 @@ class DiskPages:
             except OSError:
                 self._unlink(number)
                 raise
-        file = self._files[number] = _File(len(self._head), used)
+        file = self._files[number] = _PageFile(len(self._head), used)
         self.bytes += file.end
         self._current = number
         return number, file
@@ -381,9 +383,9 @@ class DiskPages:
             what = f"{len(missing)} files were removed"
             _log.warning("%s: %s while in use: their pages are dropped", self._folder, what)
 
-    def _records(self, descriptor: int, number: int, size: int) -> tuple[dict[PageHash, Place], int]:
+    def _records(self, descriptor: int, number: int, size: int) -> tuple[dict[PageHash, DiskPlace], int]:
         """The pages of a file's complete records, and the end of the last one. Raises OSError."""
-        records, end = dict[PageHash, Place](), len(self._head)
+        records, end = dict[PageHash, DiskPlace](), len(self._head)
         while end + self._record_bytes <= size:
             head = os.pread(descriptor, _RECORD.size + _DIGEST, end)
             if head != _sealed(head[:-_DIGEST]):
@@ -392,7 +394,7 @@ class DiskPages:
             if count != self._page_bytes:
                 break
             if not flags & _GONE:
-                records[PageHash(hash)] = Place(number, end, checksum, flags)
+                records[PageHash(hash)] = DiskPlace(number, end, checksum, flags)
             end += self._record_bytes
         return records, end
 

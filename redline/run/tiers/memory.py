@@ -3,8 +3,8 @@
 Memory is allocated one slab at a time, as it is needed, or all at once if several ranks read it. For a GPU it is
 pinned: copies from unpinned memory reach a tenth of the speed, and block the caller. Pinning takes longer than copying
 the same memory, and delays any step launched during that time. So memory is pinned while no step runs, all of it, and
-during steps only if little is left (`Slots.short`). Only one thread at a time may use this module, except for
-`Slots.slab`.
+during steps only if little is left (`HostSlots.short`). Only one thread at a time may use this module, except for
+`HostSlots.slab`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ AHEAD_BYTES = 512 << 20  # bytes of free pinned memory below which more is pinne
 _log = logging.getLogger(__name__)
 
 
-class Entry:
+class HostPage:
     """A page in memory. It cannot be evicted while it is copied in, is wanted by a read, or is written to disk.
 
     checksum: None until it is computed. sum: (int64 tensor, index) of the checksum that a GPU computes with the copy;
@@ -61,20 +61,20 @@ class HostPages:
     """
 
     def __init__(self, page_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:
-        """memory: as in `Slots`."""
-        self.clean: OrderedDict[PageHash, Entry] = OrderedDict()
-        self.dirty: OrderedDict[PageHash, Entry] = OrderedDict()
-        self.slots = Slots(page_bytes, most_bytes, pinned=pinned, memory=memory)
+        """memory: as in `HostSlots`."""
+        self.clean: OrderedDict[PageHash, HostPage] = OrderedDict()
+        self.dirty: OrderedDict[PageHash, HostPage] = OrderedDict()
+        self.slots = HostSlots(page_bytes, most_bytes, pinned=pinned, memory=memory)
         self._filling: set[int] = set()
 
     def __len__(self) -> int:
         return len(self.clean) + len(self.dirty)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[HostPage]:
         yield from self.clean.values()
         yield from self.dirty.values()
 
-    def find(self, hash: PageHash) -> Entry | None:
+    def find(self, hash: PageHash) -> HostPage | None:
         """The page with that hash."""
         return self.clean.get(hash) or self.dirty.get(hash)
 
@@ -108,10 +108,12 @@ class HostPages:
             self._filling.add(slot)
         return slot, given_up
 
-    def put(self, hash: PageHash, slot: int, flags: int, checksum: int | None = None, *, clean: bool = False) -> Entry:
+    def put(
+        self, hash: PageHash, slot: int, flags: int, checksum: int | None = None, *, clean: bool = False
+    ) -> HostPage:
         """Assigns a taken slot to the page with that hash, of which there must be no other."""
         self._filling.remove(slot)
-        entry = Entry(slot, flags, checksum)
+        entry = HostPage(slot, flags, checksum)
         (self.clean if clean else self.dirty)[hash] = entry
         return entry
 
@@ -139,7 +141,7 @@ class HostPages:
         self.slots.check({*held, *self._filling})
 
 
-class Slots:
+class HostSlots:
     """Slots in at most `most_bytes` of memory, at least one."""
 
     def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from redline import clock
 
 
-class Span(NamedTuple):
+class PartSpan(NamedTuple):
     """One part of the work, with its start and end in seconds of `time.perf_counter`."""
 
     part: str
@@ -23,7 +23,7 @@ class Parts:
     """Spans of one engine's tiers. `kept`: the recorded spans; None disables recording."""
 
     def __init__(self, clock: Callable[[], float] = clock.perf_counter) -> None:
-        self.kept: list[Span] | None = None
+        self.kept: list[PartSpan] | None = None
         self.clock = clock
 
     @contextmanager
@@ -36,16 +36,16 @@ class Parts:
         try:
             yield
         finally:
-            kept.append(Span(part, began, self.clock()))
+            kept.append(PartSpan(part, began, self.clock()))
 
     def took(self, part: str, seconds: float) -> None:
         """Records a span of `seconds` seconds that ends now. Any thread."""
         if (kept := self.kept) is not None:
             now = self.clock()
-            kept.append(Span(part, now - seconds, now))
+            kept.append(PartSpan(part, now - seconds, now))
 
 
-def told(spans: Sequence[Span], began: float, ended: float) -> dict[str, dict[str, float]]:
+def told(spans: Sequence[PartSpan], began: float, ended: float) -> dict[str, dict[str, float]]:
     """For each part: the number of spans that overlap [began, ended], and their milliseconds within it."""
     found: dict[str, dict[str, float]] = {}
     for span in sorted(spans):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.kept import Kept
-from redline.bench.quality.prompts import Prompt
+from redline.bench.quality.kept import KeptAnswers
+from redline.bench.quality.prompts import EvalPrompt
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
-HELLO = Prompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})
+HELLO = EvalPrompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})
 
 
 class Script:
@@ -73,7 +73,7 @@ def test_an_answer_is_split_into_reasoning_words_and_calls(tokenizer: Tokenizer)
 def test_jobs_are_greedy_bounded_and_share_pages_where_prompts_begin_alike(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    long = [Prompt(kind="chat", messages=(Turn(role="user", content="x" * 200 + end),), check={}) for end in "ab"]
+    long = [EvalPrompt(kind="chat", messages=(Turn(role="user", content="x" * 200 + end),), check={}) for end in "ab"]
     script = Script(tokenizer, "hello<|im_end|>", "hello<|im_end|>")
     Greedy(script, max_tokens=9).answer(long, lambda: None)
     first, second = script.jobs
@@ -86,7 +86,7 @@ def test_jobs_are_greedy_bounded_and_share_pages_where_prompts_begin_alike(
 def test_everything_in_a_prompt_reaches_the_template(tokenizer: Tokenizer) -> None:
     tool = DeclaredFunction(name="find", description="Finds it.", parameters={"type": "object", "properties": {}})
     call = CallMade(id="functions.find:0", function=CalledFunction(name="find", arguments='{"x": 1}'))
-    prompt = Prompt(
+    prompt = EvalPrompt(
         kind="tools",
         messages=(
             Turn(role="system", content="Be brief."),
@@ -102,12 +102,15 @@ def test_everything_in_a_prompt_reaches_the_template(tokenizer: Tokenizer) -> No
     for part in ("Finds it.", "Be brief.", "Where?", "I must look.", "functions.find:0", '{"x": 1}', "Here."):
         assert part in text
     assert text.endswith("<think>")
-    instant = conversation(Prompt(kind="chat", messages=HELLO.messages, check={}, thinking=False))
+    instant = conversation(EvalPrompt(kind="chat", messages=HELLO.messages, check={}, thinking=False))
     assert tokenizer.decode_bytes(encode(instant, tokenizer, K2_6)).decode().endswith("<think></think>")
 
 
 def test_an_evaluation_that_was_stopped_asks_only_what_is_left(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    prompts = [HELLO, Prompt(kind="chat", messages=(Turn(role="user", content="bye"),), check={"contains": ["bye"]})]
+    prompts = [
+        HELLO,
+        EvalPrompt(kind="chat", messages=(Turn(role="user", content="bye"),), check={"contains": ["bye"]}),
+    ]
     file, ended = tmp_path / "state" / "eval.jsonl", list[str]()
 
     def stop() -> None:
@@ -115,10 +118,10 @@ def test_an_evaluation_that_was_stopped_asks_only_what_is_left(tokenizer: Tokeni
 
     both = "a</think>hello<|im_end|>", "b</think>bye<|im_end|>"
     with pytest.raises(KeyboardInterrupt):
-        Kept(Greedy(Script(tokenizer, *both)), file).answer(prompts, stop)
+        KeptAnswers(Greedy(Script(tokenizer, *both)), file).answer(prompts, stop)
     file.write_bytes(file.read_bytes() + b'{"prompt": "cut o')
     script = Script(tokenizer, both[0])
-    kept = Kept(Greedy(script), file)
+    kept = KeptAnswers(Greedy(script), file)
     answers = kept.answer(prompts, lambda: ended.append("one"))
     assert [answer.content for answer in answers] == ["hello", "bye"]
     assert len(script.jobs) == 1, "the second was answered first, and its answer is stored"
@@ -130,5 +133,5 @@ def test_an_evaluation_that_was_stopped_asks_only_what_is_left(tokenizer: Tokeni
 
 def test_where_nothing_can_be_written_an_evaluation_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    kept = Kept(Greedy(Script(tokenizer, "a</think>hello<|im_end|>")), tmp_path / "file" / "eval.jsonl")
+    kept = KeptAnswers(Greedy(Script(tokenizer, "a</think>hello<|im_end|>")), tmp_path / "file" / "eval.jsonl")
     assert [answer.content for answer in kept.answer([HELLO], lambda: None)] == ["hello"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from redline.bench.quality import run_code
-from redline.bench.quality.checks import Call, check_check, grade
+from redline.bench.quality.checks import GradedCall, check_check, grade
 from redline.bench.quality.json_value import check_schema, same, violation
 
 WEATHER = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}
@@ -19,7 +19,7 @@ SCHEMA = {
 }
 
 
-def call(name: str, arguments: str) -> Call:
+def call(name: str, arguments: str) -> GradedCall:
     return {"name": name, "arguments": arguments}
 
 
@@ -64,7 +64,7 @@ def test_tool_calls_match_in_any_order_and_by_json_value() -> None:
         [call("get_weather", "[" * 100_000)],
     ],
 )
-def test_missing_extra_or_misshapen_calls_are_wrong(calls: list[Call]) -> None:
+def test_missing_extra_or_misshapen_calls_are_wrong(calls: list[GradedCall]) -> None:
     assert grade({"tool_calls": [WEATHER]}, "", calls).ok is False
 
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from redline.bench.quality.prompts import Answer, Prompt
-from redline.bench.quality.quality import Comparison, Report, caption, compare, grade_all, judge, table
+from redline.bench.quality.prompts import EvalPrompt, ModelAnswer
+from redline.bench.quality.quality import EvalComparison, EvalReport, caption, compare, grade_all, judge, table
 from redline.chat.lines import Turn
 from redline.errors import ConfigError
 
@@ -35,10 +35,10 @@ class Rote:
 
     fingerprint = "rote"
 
-    def __init__(self, answers: dict[str, Answer]) -> None:
+    def __init__(self, answers: dict[str, ModelAnswer]) -> None:
         self.answers = answers
 
-    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+    def answer(self, prompts: Sequence[EvalPrompt], done: Callable[[], None]) -> list[ModelAnswer]:
         for _ in prompts:
             done()
         return [self.answers[prompt.messages[-1].content or ""] for prompt in prompts]
@@ -48,7 +48,7 @@ def opener(**by_folder: dict[str, str]) -> Callable[[Path], Any]:
     @contextmanager
     def open_checkpoint(folder: Path) -> Iterator[Rote]:
         known = by_folder[folder.name]
-        yield Rote({question: Answer(content=content, tokens=7) for question, content in known.items()})
+        yield Rote({question: ModelAnswer(content=content, tokens=7) for question, content in known.items()})
 
     return open_checkpoint
 
@@ -80,7 +80,7 @@ def test_a_table_has_a_row_per_set_and_kind_and_a_total_with_targets(tmp_path: P
     shown = console.export_text()
     assert "50.0" in shown
     assert "28 tokens generated" in shown
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=EvalReport) == report
 
 
 def test_functions_are_graded_only_when_code_may_run(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_prompts_that_are_too_long_are_said_beside_the_figures(tmp_path: Path) -
     @contextmanager
     def refusing(folder: Path) -> Iterator[Rote]:
         with opened(folder) as rote:
-            rote.answers = {"1+1": Answer(content="", finish="error")}
+            rote.answers = {"1+1": ModelAnswer(content="", finish="error")}
             yield rote
 
     report = grade_all(folder, refusing)
@@ -120,7 +120,7 @@ def test_two_checkpoints_are_compared_pair_by_pair(tmp_path: Path) -> None:
     report = grade_all(
         ours, answers, against=tmp_path / "theirs", progress=lambda done, total: counted.append((done, total))
     )
-    assert report.comparison == Comparison(prompts=10, both=3, only_ours=3, only_theirs=1)
+    assert report.comparison == EvalComparison(prompts=10, both=3, only_ours=3, only_theirs=1)
     assert report.comparison.difference == pytest.approx(20)
     assert counted[-1] == (20, 20)
     with pytest.raises(ValueError, match="shorter"):
@@ -129,17 +129,17 @@ def test_two_checkpoints_are_compared_pair_by_pair(tmp_path: Path) -> None:
 
 def test_the_interval_is_that_of_agresti_and_min() -> None:
     # b* = 16.5, c* = 4.5, n* = 102: 12 / 102 = 0.1176, and 1.96 sqrt(21 - 144 / 102) / 102 = 0.0850.
-    pairs = Comparison(prompts=100, both=50, only_ours=16, only_theirs=4)
+    pairs = EvalComparison(prompts=100, both=50, only_ours=16, only_theirs=4)
     low, high = pairs.interval
     assert low == pytest.approx(3.26, abs=0.01)
     assert high == pytest.approx(20.27, abs=0.01)
-    same = Comparison(prompts=1000, both=900, only_ours=0, only_theirs=0).interval
+    same = EvalComparison(prompts=1000, both=900, only_ours=0, only_theirs=0).interval
     assert same[0] == pytest.approx(-same[1])
 
 
 def test_more_pairs_narrow_the_interval() -> None:
-    few = Comparison(prompts=100, both=90, only_ours=3, only_theirs=2).interval
-    many = Comparison(prompts=1000, both=900, only_ours=30, only_theirs=20).interval
+    few = EvalComparison(prompts=100, both=90, only_ours=3, only_theirs=2).interval
+    many = EvalComparison(prompts=1000, both=900, only_ours=30, only_theirs=20).interval
     assert many[1] - many[0] < (few[1] - few[0]) / 2
 
 
@@ -169,7 +169,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_tool_calls_are_graded_with_the_words() -> None:
     check = {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
-    prompt = Prompt(kind="tool", messages=(Turn(role="user", content="go"),), check=check)
-    right = Answer(content="", tool_calls=(("f", '{"x":1}'),))
-    wrong = Answer(content='f({"x":1})')
+    prompt = EvalPrompt(kind="tool", messages=(Turn(role="user", content="go"),), check=check)
+    right = ModelAnswer(content="", tool_calls=(("f", '{"x":1}'),))
+    wrong = ModelAnswer(content='f({"x":1})')
     assert [verdict.ok for verdict in judge({"hand": [prompt, prompt]}, [right, wrong], False)] == [True, False]

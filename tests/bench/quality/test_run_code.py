@@ -9,31 +9,31 @@ from pathlib import Path
 import pytest
 
 from redline.bench.quality import run_code
-from redline.bench.quality.run_code import Candidate, Outcome
+from redline.bench.quality.run_code import CodeCandidate, CodeOutcome
 from tests.waiting import until
 
 HOLDS = "assert f() == 1"
 WALL_S = 120.0  # long enough for a child to finish on a busy machine
 
 
-def run_asserts(candidate: Candidate) -> Outcome:
+def run_asserts(candidate: CodeCandidate) -> CodeOutcome:
     return run_code.run_asserts(candidate, WALL_S)
 
 
 def attempt(body: str, wall_s: float = WALL_S) -> str:
     """The reason why a candidate function with this body did not pass."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    outcome = run_code.run_asserts(Candidate(f"def f():\n{lines}\n    return 1", HOLDS, "f"), wall_s)
+    outcome = run_code.run_asserts(CodeCandidate(f"def f():\n{lines}\n    return 1", HOLDS, "f"), wall_s)
     assert not outcome.passed
     return outcome.why
 
 
 def test_right_code_passes_and_wrong_code_says_why() -> None:
-    assert run_asserts(Candidate("def f(): return 1", HOLDS, "f")) == (True, "")
-    assert run_asserts(Candidate("import math, re\ndef f(): return math.gcd(2, 3)", HOLDS, "f")).passed
-    assert "assert failed" in run_asserts(Candidate("def f(): return 2", HOLDS, "f")).why
-    assert "SyntaxError" in run_asserts(Candidate("def f( return", HOLDS, "f")).why
-    assert "defines no function f" in run_asserts(Candidate("f = 3", HOLDS, "f")).why
+    assert run_asserts(CodeCandidate("def f(): return 1", HOLDS, "f")) == (True, "")
+    assert run_asserts(CodeCandidate("import math, re\ndef f(): return math.gcd(2, 3)", HOLDS, "f")).passed
+    assert "assert failed" in run_asserts(CodeCandidate("def f(): return 2", HOLDS, "f")).why
+    assert "SyntaxError" in run_asserts(CodeCandidate("def f( return", HOLDS, "f")).why
+    assert "defines no function f" in run_asserts(CodeCandidate("f = 3", HOLDS, "f")).why
     assert "ZeroDivisionError" in attempt("1 / 0")
 
 
@@ -43,8 +43,8 @@ def test_an_endless_loop_is_killed_on_time() -> None:
 
 def test_a_child_that_sleeps_ends_also_where_nobody_is_left_to_kill_it() -> None:
     program = (
-        "from redline.bench.quality.run_code import Candidate, run_asserts\n"
-        "run_asserts(Candidate('import time\\ntime.sleep(600)', 'pass'), 1.0)"
+        "from redline.bench.quality.run_code import CodeCandidate, run_asserts\n"
+        "run_asserts(CodeCandidate('import time\\ntime.sleep(600)', 'pass'), 1.0)"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         child = _child_of(parent.pid)
@@ -118,7 +118,7 @@ def test_other_processes_cannot_be_signalled() -> None:
 def test_nothing_of_our_environment_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDLINE_TEST_SECRET", "hush")
     code = "import os\ndef f(): return sorted(os.environ)"
-    assert run_asserts(Candidate(code, "assert 'REDLINE_TEST_SECRET' not in f()", "f")).passed
+    assert run_asserts(CodeCandidate(code, "assert 'REDLINE_TEST_SECRET' not in f()", "f")).passed
 
 
 def test_leaving_early_or_printing_is_not_passing() -> None:
@@ -128,7 +128,7 @@ def test_leaving_early_or_printing_is_not_passing() -> None:
 
 
 def test_one_candidate_cannot_spoil_another() -> None:
-    good = Candidate("def f(): return 1", HOLDS, "f")
-    bad = Candidate("import builtins\nbuiltins.len = None\ndef f(): return 1 / 0", HOLDS, "f")
+    good = CodeCandidate("def f(): return 1", HOLDS, "f")
+    bad = CodeCandidate("import builtins\nbuiltins.len = None\ndef f(): return 1 / 0", HOLDS, "f")
     outcomes = run_code.run_many([bad, good, bad, good, bad], children=2, wall_s=WALL_S)
     assert [outcome.passed for outcome in outcomes] == [False, True, False, True, False]

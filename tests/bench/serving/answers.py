@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from redline.bench.serving.records import Answer, Ask, Chunk, GeneratorLoad, Kind, Run, Usage
+from redline.bench.serving.records import GeneratorLoad, Kind, LoadRequest, LoadRun, StreamChunk, TimedAnswer, Usage
 
 IDLE = GeneratorLoad(cpu_share=0.1, lag_p50=0.0001, lag_p99=0.0004, lag_most=0.002, late_sends=0)
 
@@ -23,15 +23,15 @@ def answer(
     finish: str = "stop",
     extra: dict[str, Any] | None = None,
     **more: Any,
-) -> Answer:
+) -> TimedAnswer:
     """at: seconds from `sent` to each chunk. kinds: a letter for each chunk, a, t or c; default: all answer chunks."""
     begun = planned if sent is None else sent
     names: dict[str, Kind] = {"a": "answer", "t": "thinking", "c": "tool"}
     rows = zip(at, kinds or "a" * len(at), tokens or (None,) * len(at), strict=True)
-    chunks = tuple(Chunk(at=begun + after, kind=names[kind], characters=1, tokens=n) for after, kind, n in rows)
-    return Answer(
+    chunks = tuple(StreamChunk(at=begun + after, kind=names[kind], characters=1, tokens=n) for after, kind, n in rows)
+    return TimedAnswer(
         index=index,
-        ask=Ask(max_tokens=max_tokens, text="prompt", prompt_tokens=prompt_tokens, extra=extra or {}),
+        ask=LoadRequest(max_tokens=max_tokens, text="prompt", prompt_tokens=prompt_tokens, extra=extra or {}),
         planned=planned,
         sent=begun,
         end=chunks[-1].at + 0.05 if chunks else begun + 0.05,
@@ -45,5 +45,5 @@ def answer(
     )
 
 
-def run(*answers: Answer, seconds: float = 2.0, stopped: bool = False) -> Run:
-    return Run(began=1_700_000_000.0, seconds=seconds, answers=answers, generator=IDLE, stopped=stopped)
+def run(*answers: TimedAnswer, seconds: float = 2.0, stopped: bool = False) -> LoadRun:
+    return LoadRun(began=1_700_000_000.0, seconds=seconds, answers=answers, generator=IDLE, stopped=stopped)

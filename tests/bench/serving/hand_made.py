@@ -1,6 +1,15 @@
 """Answers with known times, made by hand."""
 
-from redline.bench.serving.records import Answer, Ask, Chunk, Failure, GeneratorLoad, Kind, Run, Usage
+from redline.bench.serving.records import (
+    Failure,
+    GeneratorLoad,
+    Kind,
+    LoadRequest,
+    LoadRun,
+    StreamChunk,
+    TimedAnswer,
+    Usage,
+)
 
 
 def answer(
@@ -14,18 +23,19 @@ def answer(
     prompt: int = 10,
     failure: Failure | None = None,
     name: str = "",
-) -> Answer:
+) -> TimedAnswer:
     """An answer with chunks of (time, text, kind). tokens: count in usage; counted: every event reports one token."""
     usage = Usage(prompt_tokens=prompt, completion_tokens=tokens, reasoning_tokens=reasoning, accepted_tokens=accepted)
-    return Answer(
+    return TimedAnswer(
         index=index,
-        ask=Ask(max_tokens=100, text="", prompt_tokens=prompt, name=name),
+        ask=LoadRequest(max_tokens=100, text="", prompt_tokens=prompt, name=name),
         planned=sent,
         connected=sent,
         sent=sent,
         end=max([sent, *(at for at, _, _ in chunks)]),
         chunks=tuple(
-            Chunk(at=at, kind=kind, characters=len(text), tokens=1 if counted else None) for at, text, kind in chunks
+            StreamChunk(at=at, kind=kind, characters=len(text), tokens=1 if counted else None)
+            for at, text, kind in chunks
         ),
         text="".join(text for _, text, kind in chunks if kind == "answer"),
         thinking="".join(text for _, text, kind in chunks if kind == "thinking"),
@@ -35,14 +45,16 @@ def answer(
     )
 
 
-def steady(first: float, gap: float, tokens: int, *, index: int = 0, sent: float = 0.0, thought: int = 0) -> Answer:
+def steady(
+    first: float, gap: float, tokens: int, *, index: int = 0, sent: float = 0.0, thought: int = 0
+) -> TimedAnswer:
     """One token an event: the first after `first` seconds, then one every `gap`; the first `thought` are thinking."""
     kinds: list[Kind] = ["thinking" if at < thought else "answer" for at in range(tokens)]
     chunks: list[tuple[float, str, Kind]] = [(sent + first + gap * at, "ab ", kind) for at, kind in enumerate(kinds)]
     return answer(*chunks, index=index, sent=sent, tokens=tokens)
 
 
-def run(*answers: Answer, seconds: float = 10.0, stopped: bool = False, cpu_share: float = 0.1) -> Run:
+def run(*answers: TimedAnswer, seconds: float = 10.0, stopped: bool = False, cpu_share: float = 0.1) -> LoadRun:
     """A run of these answers."""
     generator = GeneratorLoad(cpu_share=cpu_share, lag_p50=0.0, lag_p99=0.001, lag_most=0.002, late_sends=0)
-    return Run(began=0.0, seconds=seconds, answers=answers, generator=generator, stopped=stopped)
+    return LoadRun(began=0.0, seconds=seconds, answers=answers, generator=generator, stopped=stopped)

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from redline.bench.serving.client import Client
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.client import LoadClient
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.serving.target import Patience, ServerTarget
 from tests.clocks import FakeClock
 from tests.waiting import turns
 
@@ -18,7 +18,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
 IDLE_S = 0.02  # seconds without an event after which an event loop with sockets counts as idle
-HI = Ask(max_tokens=4, text="hi")
+HI = LoadRequest(max_tokens=4, text="hi")
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -80,15 +80,15 @@ async def serving(reply: Reply, context: ssl.SSLContext | None = None) -> AsyncG
         await turns(3)
 
 
-def target(port: int, **fields: Any) -> Target:
+def target(port: int, **fields: Any) -> ServerTarget:
     """A chat target."""
-    usual = Target(
+    usual = ServerTarget(
         base_url=f"http://127.0.0.1:{port}", model="m", patience=Patience(connect=60, first=60, silence=60, whole=120)
     )
     return msgspec.structs.replace(usual, **fields)
 
 
-async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fields: Any) -> Answer:
+async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fields: Any) -> TimedAnswer:
     """The client's answer to a response of these parts, each written separately, with a clock that jumps ahead
     whenever the event loop is idle. close: close the connection afterwards. pause: seconds after each part."""
 
@@ -101,5 +101,5 @@ async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fi
 
     clock = FakeClock()
     with clock.installed(), clock.jumps(asyncio.get_running_loop(), IDLE_S):
-        async with serving(reply) as (port, _), Client(target(port, **fields)) as client:
+        async with serving(reply) as (port, _), LoadClient(target(port, **fields)) as client:
             return await client.ask(HI)

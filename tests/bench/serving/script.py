@@ -87,12 +87,14 @@ class Play(Record, frozen=True):
     """The script of each request: its body's field `script` (fields of a `Script`, or a name of `named`), else the
     first name of `named` that occurs in its prompt, else `in_order`, in turn by arrival, over and over.
 
-    places: concurrent answers; further requests wait before anything is sent. None: unlimited.
+    places: concurrent answers; further requests wait before anything is sent. None: unlimited. tokenizes: it serves
+    /tokenize, and a token of a prompt has three letters at most.
     """
 
     named: dict[str, Script] = msgspec.field(default_factory=dict[str, Script])
     in_order: tuple[Script, ...] = (Script(),)
     places: int | None = None
+    tokenizes: bool = False
 
     def choose(self, field: Any, prompt: str, number: int) -> Script:
         """The script of the request with this arrival number, from 0 on. Raises ValueError for a wrong `script`."""
@@ -106,6 +108,11 @@ class Play(Record, frozen=True):
             if name in prompt:
                 return script
         return self.in_order[number % len(self.in_order)]
+
+
+def tokens_of(prompt: str) -> int:
+    """Tokens of a prompt of a server that tokenizes: one that starts each text, and one per three letters of a word."""
+    return 1 + sum(-(-len(word) // 3) for word in prompt.split())
 
 
 class Logged(Record, frozen=True):

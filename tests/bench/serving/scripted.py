@@ -386,6 +386,9 @@ class Line(asyncio.Protocol):
             case b"GET", "/v1/models":
                 model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "redline", "max_model_len": 1 << 20}
                 self.reply(200, msgspec.json.encode({"object": "list", "data": [model]}))
+            case b"POST", "/tokenize" if self.stage.play.tokenizes:
+                prompt = msgspec.json.decode(self._body, type=Body).prompt
+                self.reply(200, msgspec.json.encode({"tokens": list(range(say.tokens_of(str(prompt))))}))
             case b"GET", "/log":
                 self.reply(200, self.stage.log())
             case b"DELETE", "/log":
@@ -408,7 +411,8 @@ class Line(asyncio.Protocol):
             self.reply(400, msgspec.json.encode({"error": said}))
             return
         form = Form(chat=chat, newline=script.newline, comments=script.comments, token_ids=script.token_ids)
-        tokens = len(text.split()) + sum(isinstance(item, int) for item in prompt)
+        tokens = say.tokens_of(text) if self.stage.play.tokenizes else len(text.split())
+        tokens += sum(isinstance(item, int) for item in prompt)
         self.act = Act(self, script, form, body, tokens)
         self.stage.enter(self.act)
 

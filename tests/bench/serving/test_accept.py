@@ -4,20 +4,20 @@ import msgspec
 import pytest
 
 from redline.bench.serving import accept
-from redline.bench.serving.accept import Part, part, settled, since, together
-from redline.bench.serving.ready import Drafting
-from redline.bench.serving.records import Ask
-from redline.bench.serving.saved import Result
+from redline.bench.serving.accept import DomainAcceptance, part, settled, together
+from redline.bench.serving.ready import DraftCounters
+from redline.bench.serving.records import LoadRequest
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table, Words
 from tests.bench.serving.hand_made import answer, steady
 
-BEFORE = Drafting(drafts=100, tokens=300, accepted=150, accepted_at=(80, 50, 20))
-AFTER = Drafting(drafts=300, tokens=900, accepted=550, accepted_at=(240, 180, 130))
+BEFORE = DraftCounters(drafts=100, tokens=300, accepted=150, accepted_at=(80, 50, 20))
+AFTER = DraftCounters(drafts=300, tokens=900, accepted=550, accepted_at=(240, 180, 130))
 
 
-def counted(domain: str = "code") -> Part:
+def counted(domain: str = "code") -> DomainAcceptance:
     """200 rounds of 3 draft tokens: 160, 130, 110 were accepted at positions 1 to 3; so 600 tokens in rounds."""
-    return part("s", 0.0, domain, [steady(1.0, 0.01, 602)], since(BEFORE, AFTER))
+    return part("s", 0.0, domain, [steady(1.0, 0.01, 602)], AFTER.since(BEFORE))
 
 
 def test_acceptance_is_the_difference_of_two_looks():
@@ -32,9 +32,8 @@ def test_acceptance_is_the_difference_of_two_looks():
 
 
 def test_a_server_that_began_anew_counts_from_nothing():
-    assert since(AFTER, BEFORE) == BEFORE
-    assert since(None, AFTER) is None
-    first = since(Drafting(), AFTER)
+    assert BEFORE.since(AFTER) == BEFORE
+    first = AFTER.since(DraftCounters())
     assert first is not None
     assert first.accepted_at == AFTER.accepted_at
 
@@ -53,8 +52,8 @@ def test_counters_that_never_stand_still_end_the_wait():
     def wait(seconds: float) -> None:
         now[0] += seconds
 
-    def read() -> Drafting:
-        return Drafting(drafts=int(now[0] * 10))
+    def read() -> DraftCounters:
+        return DraftCounters(drafts=int(now[0] * 10))
 
     found = settled(read, clock=lambda: now[0], wait=wait)
     assert found is not None
@@ -62,19 +61,19 @@ def test_counters_that_never_stand_still_end_the_wait():
 
 
 def test_rounds_of_fewer_drafts_make_the_later_places_lower_bounds():
-    adaptive = Drafting(drafts=100, tokens=150, accepted=90, accepted_at=(80, 10))
+    adaptive = DraftCounters(drafts=100, tokens=150, accepted=90, accepted_at=(80, 10))
     said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 190)], adaptive)])
     assert len(said) == 1
     assert "1.50 drafts on average and up to 2" in said[0]
 
 
 def test_tokens_of_somebody_else_are_noticed():
-    said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 500)], since(BEFORE, AFTER))])
+    said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 500)], AFTER.since(BEFORE))])
     assert any("generated 100 tokens for other clients" in text for text in said)
 
 
 def test_tokens_that_were_not_drafted_are_said():
-    said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 1200)], since(BEFORE, AFTER))])
+    said = accept.remarks([part("s", 0.0, "code", [steady(1.0, 0.01, 1200)], AFTER.since(BEFORE))])
     assert any("50% of the tokens came from rounds with drafts" in text for text in said)
 
 
@@ -93,14 +92,14 @@ def test_without_either_it_says_that_it_cannot_know():
 
 
 def test_a_server_that_counts_and_does_not_draft():
-    one = part("s", 0.0, "code", [steady(1.0, 0.1, 10)], Drafting())
+    one = part("s", 0.0, "code", [steady(1.0, 0.1, 10)], DraftCounters())
     assert one.length() is None
     assert "generated none" in accept.remarks([one])[0]
 
 
 def test_domains_together_count_each_round_once():
-    other = Part(server="s", temperature=0.0, domain="chat", source="metrics", answers=1, failed=1, tokens=110,
-                 drafts=100, draft_tokens=300, accepted=10, per_place=(10,))  # fmt: skip
+    other = DomainAcceptance(server="s", temperature=0.0, domain="chat", source="metrics", answers=1, failed=1,
+                 tokens=110, drafts=100, draft_tokens=300, accepted=10, per_place=(10,))  # fmt: skip
     whole = together([counted(), other])
     assert whole.length() == pytest.approx(1 + 410 / 300)
     assert whole.per_place == (170, 130, 110)
@@ -110,7 +109,7 @@ def test_domains_together_count_each_round_once():
 def test_the_curve_stands_beside_the_golden_one():
     parts = [counted(), counted("chat"), msgspec.structs.replace(counted(), temperature=1.0)]
     details = msgspec.json.decode(msgspec.json.encode({"parts": parts}))
-    sections = accept.accept_sections(Result(kind="accept", figures={}, details=details))
+    sections = accept.accept_sections(BenchResult(kind="accept", figures={}, details=details))
     plot, by_k, domains, *rest = sections
     assert isinstance(plot, Plot)
     assert [series.name for series in plot.series] == ["s, temperature 0", "s, temperature 1", "golden"]
@@ -126,7 +125,7 @@ def test_the_curve_stands_beside_the_golden_one():
 
 def test_a_page_of_nothing_known_says_so_first():
     details = {"parts": [msgspec.to_builtins(part("s", 0.0, "code", [steady(1.0, 0.1, 10)], None))]}
-    words, table = accept.accept_sections(Result(kind="accept", figures={}, details=details))
+    words, table = accept.accept_sections(BenchResult(kind="accept", figures={}, details=details))
     assert isinstance(words, Words)
     assert words.warning
     assert isinstance(table, Table)
@@ -134,7 +133,7 @@ def test_a_page_of_nothing_known_says_so_first():
 
 
 def test_asks_by_domain_keep_their_order():
-    asks = [Ask(max_tokens=1, text=text, name=name) for text, name in (("1", "b"), ("2", "a"), ("3", "b"))]
+    asks = [LoadRequest(max_tokens=1, text=text, name=name) for text, name in (("1", "b"), ("2", "a"), ("3", "b"))]
     assert [(name, [ask.text for ask in of]) for name, of in accept.by_domain(asks).items()] == [
         ("b", ["1", "3"]), ("a", ["2"]),
     ]  # fmt: skip

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from redline.bench.serving import agentic
-from redline.bench.serving.agentic import Plan, Replay, fitted, replay, said
-from redline.bench.serving.records import Answer, Ask, Usage
-from redline.bench.serving.saved import Result
+from redline.bench.serving.agentic import Replay, ReplayPlan, fitted, replay, said
+from redline.bench.serving.records import LoadRequest, TimedAnswer, Usage
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table, Words
-from redline.bench.serving.traces import Session, Turn
+from redline.bench.serving.traces import AgentTurn, Session
 from tests.bench.serving.answers import answer
 from tests.clocks import FakeClock
 
@@ -21,12 +21,12 @@ class Fake:
     """Answers after `takes` seconds with texts of its own, and records the requests."""
 
     def __init__(self, takes: float = 0.002, fails: int = -1, **fields: Any) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[LoadRequest] = []
         self.running = self.most = 0
         self._takes, self._fails, self._fields = takes, fails, fields
         self.clock = FakeClock(0.0)
 
-    async def ask(self, ask: Ask, index: int, planned: float) -> Answer:
+    async def ask(self, ask: LoadRequest, index: int, planned: float) -> TimedAnswer:
         self.asked.append(ask)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -34,7 +34,7 @@ class Fake:
         await asyncio.sleep(self._takes)
         self.running -= 1
         if index == self._fails:
-            return Answer(
+            return TimedAnswer(
                 index=index, ask=ask, planned=planned, sent=sent, end=self.clock(), failure="http", error="500"
             )
         usage = Usage(prompt_tokens=100 * len(ask.messages or ()), completion_tokens=10, cached_tokens=50)
@@ -47,7 +47,7 @@ def session(name: str, turns: int = 3, wait_s: float = 0.0) -> Session:
         session=name,
         tools=({"type": "function"},),
         turns=tuple(
-            Turn(
+            AgentTurn(
                 messages=({"role": "user", "content": f"{name} asks {at}"},),
                 output_tokens=10 + at,
                 answer={"role": "assistant", "content": f"{name} gets {at}"},
@@ -58,16 +58,16 @@ def session(name: str, turns: int = 3, wait_s: float = 0.0) -> Session:
     )
 
 
-async def played(fake: Fake, sessions: list[Session], plan: Plan) -> Replay:
+async def played(fake: Fake, sessions: list[Session], plan: ReplayPlan) -> Replay:
     with fake.clock.jumps(asyncio.get_running_loop()):
         return await replay(fake, sessions, plan)
 
 
 def run(fake: Fake, sessions: list[Session], **plan: Any) -> Replay:
-    return asyncio.run(played(fake, sessions, Plan(**plan)))
+    return asyncio.run(played(fake, sessions, ReplayPlan(**plan)))
 
 
-def contents(ask: Ask) -> list[str]:
+def contents(ask: LoadRequest) -> list[str]:
     return [message["content"] for message in ask.messages or ()]
 
 
@@ -132,7 +132,7 @@ def test_what_was_measured_is_kept_when_time_is_over_or_when_it_is_stopped():
     async def stopped() -> Replay:
         fake = Fake(takes=0.02)
         with fake.clock.jumps(asyncio.get_running_loop()):
-            task = asyncio.create_task(replay(fake, sessions, Plan()))
+            task = asyncio.create_task(replay(fake, sessions, ReplayPlan()))
             await asyncio.sleep(0.1)
             task.cancel()
             return await task
@@ -197,10 +197,10 @@ def test_answers_are_grouped_by_powers_of_two():
     ]
 
 
-def result(found: Replay) -> Result:
+def result(found: Replay) -> BenchResult:
     details = msgspec.to_builtins(agentic.details_of(found))
     answers = tuple(one.answer for one in found.turns)
-    return Result(
+    return BenchResult(
         kind="agentic", figures=agentic.figures(found), details=details, answers=answers, stopped=found.stopped
     )
 

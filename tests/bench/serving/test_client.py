@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from redline.bench.serving.client import BODY_BYTES, Client
+from redline.bench.serving.client import BODY_BYTES, LoadClient
 from redline.bench.serving.connection import EVENT_BYTES, HEAD_BYTES
 from redline.bench.serving.dialects import error_line
-from redline.bench.serving.records import Answer, Ask, Usage
-from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.records import LoadRequest, TimedAnswer, Usage
+from redline.bench.serving.target import Patience, ServerTarget
 from redline.errors import ConfigError
 from tests.bench.serving.odd_servers import (
     CHUNKED,
@@ -31,11 +31,11 @@ from tests.bench.serving.odd_servers import (
 from tests.waiting import LIMIT_S, eventually, turns
 
 
-def _asked(*parts: bytes, **fields: Any) -> Answer:
+def _asked(*parts: bytes, **fields: Any) -> TimedAnswer:
     return asyncio.run(answer_to(*parts, **fields))
 
 
-def _right(answer: Answer, text: str) -> None:
+def _right(answer: TimedAnswer, text: str) -> None:
     assert (answer.failure, answer.error) == (None, None)
     assert (answer.text, answer.finish, answer.status) == (text, "stop", 200)
     assert answer.usage == Usage(prompt_tokens=3, completion_tokens=len(answer.chunks))
@@ -174,10 +174,10 @@ def test_a_body_that_never_ends_after_done_is_whole():
 
 
 def test_nobody_listens():
-    async def ask() -> Answer:
+    async def ask() -> TimedAnswer:
         async with serving(_never) as (port, _):
             pass
-        async with Client(target(port)) as client:
+        async with LoadClient(target(port)) as client:
             return await client.ask(HI)
 
     answer = asyncio.run(ask())
@@ -202,7 +202,7 @@ def test_a_connection_is_kept_for_the_next_request():
     async def ask() -> None:
         async with (
             serving(reply) as (port, requests),
-            Client(target(port, key="secret", headers={"X-A": "b"})) as client,
+            LoadClient(target(port, key="secret", headers={"X-A": "b"})) as client,
         ):
             for index in range(3):
                 _right(await client.ask(HI, index=index, planned=1.5), "a")
@@ -224,9 +224,9 @@ def test_a_kept_connection_that_the_server_closed_is_replaced_once():
         writer.write(whole(said("a"), kind="text/event-stream"))
 
     async def ask() -> None:
-        async with serving(reply) as (port, requests), Client(target(port)) as client:
+        async with serving(reply) as (port, requests), LoadClient(target(port)) as client:
             _right(await client.ask(HI), "a")
-            _right(await client.ask(Ask(max_tokens=1, text="second")), "a")
+            _right(await client.ask(LoadRequest(max_tokens=1, text="second")), "a")
             assert len(requests) == 3
 
     seen: list[bytes] = []
@@ -241,7 +241,7 @@ def test_connections_are_opened_ahead_and_idle_ones_that_end_are_forgotten():
         writer.close()
 
     async def ask() -> None:
-        async with serving(reply) as (port, _), Client(target(port)) as client:
+        async with serving(reply) as (port, _), LoadClient(target(port)) as client:
             await client.ready(2)
             for left in (1, 0, 0, 0):
                 answer = await client.ask(HI)
@@ -259,8 +259,8 @@ def test_sixty_four_streams_at_once():
             await turns()
         writer.write(chunk(event(finish="stop") + DONE) + b"0\r\n\r\n")
 
-    async def ask() -> list[Answer]:
-        async with serving(reply) as (port, _), Client(target(port)) as client:
+    async def ask() -> list[TimedAnswer]:
+        async with serving(reply) as (port, _), LoadClient(target(port)) as client:
             return await asyncio.gather(*(client.ask(HI, index=index) for index in range(64)))
 
     answers = asyncio.run(ask())
@@ -270,12 +270,12 @@ def test_sixty_four_streams_at_once():
 
 
 def test_what_is_cut_off_keeps_what_had_come():
-    async def ask() -> list[Answer]:
+    async def ask() -> list[TimedAnswer]:
         async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
             writer.write(CHUNKED + chunk(event({"content": "a"})))
             await asyncio.Event().wait()
 
-        async with serving(reply) as (port, _), Client(target(port)) as client:
+        async with serving(reply) as (port, _), LoadClient(target(port)) as client:
             asking = [asyncio.create_task(client.ask(HI)) for _ in range(2)]
             await eventually(lambda: client.chunks == 2)
             client.cut("time is up")
@@ -296,12 +296,12 @@ def test_tls(tmp_path: Path):
     async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(said("a"), kind="text/event-stream"))
 
-    async def ask() -> list[Answer]:
+    async def ask() -> list[TimedAnswer]:
         async with serving(reply, context) as (port, _):
-            answers: list[Answer] = []
+            answers: list[TimedAnswer] = []
             for verify in (False, True):
                 fields = {"base_url": f"https://127.0.0.1:{port}", "verify_tls": verify}
-                async with Client(target(port, **fields)) as client:
+                async with LoadClient(target(port, **fields)) as client:
                     answers.append(await client.ask(HI))
             return answers
 
@@ -319,7 +319,7 @@ def test_the_model_is_asked_for_where_none_is_named():
     async def ask() -> tuple[str, list[str]]:
         async with serving(reply) as (port, _):
             fields = {"base_url": f"http://127.0.0.1:{port}/at/v1/", "model": ""}
-            async with Client(target(port, **fields)) as client:
+            async with LoadClient(target(port, **fields)) as client:
                 return client.target.model, await client.models()
 
     assert asyncio.run(ask()) == ("first", ["first", "second"])
@@ -331,7 +331,7 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
         writer.write(whole(body))
 
     async def ask() -> None:
-        async with serving(reply) as (port, _), Client(target(port, model="")):
+        async with serving(reply) as (port, _), LoadClient(target(port, model="")):
             raise AssertionError("there is no model")
 
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1"):
@@ -350,17 +350,17 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
 )
 def test_a_target_that_cannot_be_is_an_error_that_names_the_flag(fields: dict[str, Any], error: str):
     with pytest.raises(ConfigError, match=error):
-        Client(target(1, **fields)).request(HI)
+        LoadClient(target(1, **fields)).request(HI)
 
 
 def test_a_text_that_json_cannot_carry_is_an_error():
     with pytest.raises(ConfigError, match="JSON"):
-        Client(target(1)).request(Ask(max_tokens=1, text="\ud800"))
+        LoadClient(target(1)).request(LoadRequest(max_tokens=1, text="\ud800"))
 
 
 def test_a_header_that_is_given_takes_the_place_of_ours_however_it_is_written():
     headers = {"authorization": "Basic b", "content-type": "application/json; charset=utf-8"}
-    head = Client(target(1, key="k", headers=headers)).request(HI).partition(b"\r\n\r\n")[0].lower()
+    head = LoadClient(target(1, key="k", headers=headers)).request(HI).partition(b"\r\n\r\n")[0].lower()
     assert head.count(b"authorization:") == 1
     assert b"basic b" in head
     assert head.count(b"content-type:") == 1
@@ -369,8 +369,8 @@ def test_a_header_that_is_given_takes_the_place_of_ours_however_it_is_written():
 @pytest.mark.parametrize("field", ["n", "best_of"])
 def test_several_answers_to_one_request_are_refused(field: str):
     with pytest.raises(ConfigError, match=field):
-        Client(target(1, body={field: 2})).request(HI)
-    assert Client(target(1, body={field: 1})).request(HI)
+        LoadClient(target(1, body={field: 2})).request(HI)
+    assert LoadClient(target(1, body={field: 1})).request(HI)
 
 
 def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
@@ -383,4 +383,4 @@ def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
 @pytest.mark.parametrize("address", ["http://[", "http://a:99999", "ftp://a", "a:1", ""])
 def test_an_address_that_is_none_is_said(address: str):
     with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is not a server address"):
-        Client(Target(base_url=address))
+        LoadClient(ServerTarget(base_url=address))

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from redline.bench.serving import compare
-from redline.bench.serving.compare import Load, Plan, Same, Side, enough, log_ratios, outcomes
-from redline.bench.serving.records import Answer, Ask, Run, Usage
-from redline.bench.serving.saved import Result
+from redline.bench.serving.compare import ComparePlan, LoadFigures, Same, Side, enough, log_ratios, outcomes
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer, Usage
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table, Words
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.target import LoadPace, ServerTarget
 from tests.bench.serving.answers import answer, run
 
 
-def load(side: Side, seconds: float) -> Load:
-    return Load(side=side, figures={"ttft": seconds}, completed=4, failed=0, output_tokens=40, events=40)
+def load(side: Side, seconds: float) -> LoadFigures:
+    return LoadFigures(side=side, figures={"ttft": seconds}, completed=4, failed=0, output_tokens=40, events=40)
 
 
 def blocks(
     many: int, draw: np.random.Generator, ratio: float = 1.0, noise: float = 0.05, drift: float = 0.0
-) -> list[list[Load]]:
+) -> list[list[LoadFigures]]:
     """Loads in the order of a run, each with its own noise, all with a steady drift."""
-    found: list[list[Load]] = []
+    found: list[list[LoadFigures]] = []
     for block in range(many):
         order: str = "ABBA" if draw.random() < 0.5 else "BAAB"
         times = [
@@ -56,7 +56,7 @@ def test_a_server_against_itself_shows_no_difference():
 
 def test_stopping_when_the_interval_is_narrow_does_not_make_it_a_lie():
     draw = np.random.default_rng(2)
-    plan = Plan(blocks=5, until=0.03, most=30, figure="ttft")
+    plan = ComparePlan(blocks=5, until=0.03, most=30, figure="ttft")
     held, lengths = 0, set[int]()
     for _ in range(300):
         whole = blocks(plan.most, draw, 1.12, noise=0.06)
@@ -95,7 +95,7 @@ def test_too_few_blocks_are_said_to_be():
 
 
 def test_gaps_between_events_of_unlike_size_are_not_compared():
-    def with_events(one: Load) -> Load:
+    def with_events(one: LoadFigures) -> LoadFigures:
         figures = {"itl_p50": one.figures["ttft"], "tpot": one.figures["ttft"]}
         return msgspec.structs.replace(one, figures=figures, events=40 if one.side == "A" else 16)
 
@@ -111,35 +111,37 @@ def test_gaps_between_events_of_unlike_size_are_not_compared():
 class Servers:
     """Two servers that answer at once; B's tokens come in half the time."""
 
-    def __init__(self, text: Callable[[Side, Ask], str] = lambda side, ask: ask.text or "", stop_at: int = -1) -> None:
+    def __init__(
+        self, text: Callable[[Side, LoadRequest], str] = lambda side, ask: ask.text or "", stop_at: int = -1
+    ) -> None:
         self.asked: list[tuple[Side, tuple[str, ...]]] = []
         self._text, self._stop_at = text, stop_at
         self._draw = random.Random(0)
 
-    def put(self, side: Side, asks: Sequence[Ask]) -> Run:
+    def put(self, side: Side, asks: Sequence[LoadRequest]) -> LoadRun:
         self.asked.append((side, tuple(ask.text or "" for ask in asks)))
         gap = (0.01 if side == "B" else 0.02) * self._draw.uniform(0.99, 1.01)
         answers = [self._answer(side, at, ask, gap) for at, ask in enumerate(asks)]
         return run(*answers, seconds=5 * gap, stopped=len(self.asked) == self._stop_at)
 
-    def _answer(self, side: Side, at: int, ask: Ask, gap: float) -> Answer:
+    def _answer(self, side: Side, at: int, ask: LoadRequest, gap: float) -> TimedAnswer:
         text = self._text(side, ask)
         usage = Usage(prompt_tokens=3, completion_tokens=len(text))
         made = answer(at, at=tuple(gap * (1 + place) for place in range(len(text))), text=text, usage=usage)
         return msgspec.structs.replace(made, ask=ask)
 
 
-def asks(pair: int) -> list[Ask]:
-    return [Ask(max_tokens=8, text=f"p{pair}.{at}") for at in range(3)]
+def asks(pair: int) -> list[LoadRequest]:
+    return [LoadRequest(max_tokens=8, text=f"p{pair}.{at}") for at in range(3)]
 
 
-def compared(servers: Servers, plan: Plan) -> compare.Compared:
+def compared(servers: Servers, plan: ComparePlan) -> compare.Compared:
     return compare.compare(plan, servers.put, asks, lambda blocks: None)
 
 
 def test_blocks_alternate_with_the_same_requests_for_both():
     servers = Servers()
-    found = compared(servers, Plan(blocks=12))
+    found = compared(servers, ComparePlan(blocks=12))
     orders = ["".join(side for side, _ in servers.asked[at : at + 4]) for at in range(0, 48, 4)]
     assert set(orders) == {"ABBA", "BAAB"}
     halves = [(servers.asked[at][1], servers.asked[at + 1][1]) for at in range(0, 48, 2)]
@@ -157,20 +159,20 @@ def test_another_seed_draws_another_order():
     orders = set[str]()
     for seed in range(4):
         servers = Servers()
-        compared(servers, Plan(blocks=6, seed=seed))
+        compared(servers, ComparePlan(blocks=6, seed=seed))
         orders.add("".join(side for side, _ in servers.asked))
     assert len(orders) > 1
 
 
 def test_blocks_are_added_until_the_interval_is_narrow():
     wide, tight = Servers(), Servers()
-    assert len(compared(wide, Plan(blocks=3, until=0.5, most=20)).blocks) == 3
-    most = len(compared(tight, Plan(blocks=3, until=0.0001, most=7)).blocks)
+    assert len(compared(wide, ComparePlan(blocks=3, until=0.5, most=20)).blocks) == 3
+    most = len(compared(tight, ComparePlan(blocks=3, until=0.0001, most=7)).blocks)
     assert most == 7
 
 
 def test_a_block_that_was_stopped_is_not_counted():
-    found = compared(Servers(stop_at=7), Plan(blocks=3))
+    found = compared(Servers(stop_at=7), ComparePlan(blocks=3))
     assert found.stopped
     assert len(found.blocks) == 1
     assert len(found.answers) == 12
@@ -179,17 +181,17 @@ def test_a_block_that_was_stopped_is_not_counted():
 
 def test_answers_that_differ_are_counted_and_the_first_is_shown():
     servers = Servers(lambda side, ask: "ab1d" if side == "B" and ask.text == "p1.2" else "abcd")
-    same = compared(servers, Plan(blocks=2)).same
+    same = compared(servers, ComparePlan(blocks=2)).same
     assert (same.pairs, same.equal, same.equal_counts) == (12, 11, 12)
     assert same.first == "pair 6 differs from character 3: A has 'abcd', B has 'ab1d'"
 
 
-def sections(servers: Servers, plan: Plan | None = None, **more: object) -> list[object]:
-    plan = plan or Plan(blocks=4)
+def sections(servers: Servers, plan: ComparePlan | None = None, **more: object) -> list[object]:
+    plan = plan or ComparePlan(blocks=4)
     found = compared(servers, plan)
     details = {"plan": plan, "blocks": found.blocks, "same": found.same, "servers": {"A": "one", "B": "other"}, **more}
     figures = compare.figures_of(found.blocks, found.same, 0)
-    result = Result(kind="compare", figures=figures, details=msgspec.to_builtins(details), answers=found.answers)
+    result = BenchResult(kind="compare", figures=figures, details=msgspec.to_builtins(details), answers=found.answers)
     return list(compare.compare_sections(result))
 
 
@@ -201,7 +203,7 @@ def test_a_server_that_answers_shorter_is_not_called_faster_without_a_word():
 
 
 def test_the_table_has_every_figure_and_the_plots_every_load():
-    shown = sections(Servers(), Plan(blocks=4, until=0.0001, most=5), greedy=True)
+    shown = sections(Servers(), ComparePlan(blocks=4, until=0.0001, most=5), greedy=True)
     (table,) = [one for one in shown if isinstance(one, Table)]
     assert [row[0] for row in table.rows] == [figure.words for figure in compare.FIGURES.values()]
     assert table.note.endswith("output tokens/s: not reached.")
@@ -222,40 +224,45 @@ def test_with_a_rate_latencies_count_from_the_schedule():
 def test_a_load_generator_that_was_the_limit_in_one_load_is_named():
     busy = Servers()
 
-    def put(side: Side, requests: Sequence[Ask]) -> Run:
+    def put(side: Side, requests: Sequence[LoadRequest]) -> LoadRun:
         found = busy.put(side, requests)
         share = 0.99 if len(busy.asked) == 5 else 0.1
         return msgspec.structs.replace(found, generator=msgspec.structs.replace(found.generator, cpu_share=share))
 
-    found = compare.compare(Plan(blocks=3), put, asks, lambda blocks: None)
+    found = compare.compare(ComparePlan(blocks=3), put, asks, lambda blocks: None)
     assert found.generator is not None
     assert found.generator.cpu_share == 0.99
 
 
 def test_a_failed_request_is_named_and_a_load_without_answers_has_no_figures():
-    def put(side: Side, requests: Sequence[Ask]) -> Run:
+    def put(side: Side, requests: Sequence[LoadRequest]) -> LoadRun:
         if side == "A":
             return Servers().put(side, requests)
         refused = [
-            Answer(index=at, ask=ask, planned=0.0, failure="refused", error="no connection")
+            TimedAnswer(index=at, ask=ask, planned=0.0, failure="refused", error="no connection")
             for at, ask in enumerate(requests)
         ]
         return run(*refused)  # fmt: skip
 
-    found = compare.compare(Plan(blocks=3), put, asks, lambda blocks: None)
+    found = compare.compare(ComparePlan(blocks=3), put, asks, lambda blocks: None)
     assert outcomes(found.blocks) == []
     assert found.same == Same()
-    details = {"plan": Plan(blocks=3), "blocks": found.blocks, "same": found.same, "servers": {"A": "a", "B": "b"}}
+    details = {
+        "plan": ComparePlan(blocks=3),
+        "blocks": found.blocks,
+        "same": found.same,
+        "servers": {"A": "a", "B": "b"},
+    }
     figures = compare.figures_of(found.blocks, found.same, 0)
-    result = Result(kind="compare", figures=figures, details=msgspec.to_builtins(details), answers=found.answers)
+    result = BenchResult(kind="compare", figures=figures, details=msgspec.to_builtins(details), answers=found.answers)
     said = [one.text for one in compare.compare_sections(result) if isinstance(one, Words) and one.warning]
     assert any("18 of B" in text and "no connection" in text for text in said)
 
 
 def test_a_server_is_described_with_its_load():
-    target = Target(base_url="http://a", model="m")
-    assert compare.describe(target, Pace(max_concurrency=4)) == "m at http://a (openai-chat), 4 streams"
-    assert compare.describe(target, Pace(rate=2.5)) == "m at http://a (openai-chat), 2.5 requests/s"
+    target = ServerTarget(base_url="http://a", model="m")
+    assert compare.describe(target, LoadPace(max_concurrency=4)) == "m at http://a (openai-chat), 4 streams"
+    assert compare.describe(target, LoadPace(rate=2.5)) == "m at http://a (openai-chat), 2.5 requests/s"
 
 
 class Letters:
@@ -267,10 +274,15 @@ def test_answers_without_a_count_are_counted_by_their_text_or_warned_of():
     bare = [answer(at, at=(0.1, 0.2), text="abcdef", usage=Usage()) for at in range(2)]
     put = {"A": run(answer(0), answer(1)), "B": run(*bare)}
     for counts, tokens, warned in ((None, 2 * 2, True), (Letters(), 2 * 6, False)):
-        found = compare.compare(Plan(blocks=1), lambda side, _: put[side], asks, lambda blocks: None, counts)
+        found = compare.compare(ComparePlan(blocks=1), lambda side, _: put[side], asks, lambda blocks: None, counts)
         assert {load.output_tokens for load in found.blocks[0] if load.side == "B"} == {tokens}
-        details = {"plan": Plan(blocks=1), "blocks": found.blocks, "same": found.same, "servers": {"A": "", "B": ""}}
-        result = Result(kind="compare", figures={}, details=msgspec.to_builtins(details))
+        details = {
+            "plan": ComparePlan(blocks=1),
+            "blocks": found.blocks,
+            "same": found.same,
+            "servers": {"A": "", "B": ""},
+        }
+        result = BenchResult(kind="compare", figures={}, details=msgspec.to_builtins(details))
         texts = [one.text for one in compare.compare_sections(result) if isinstance(one, Words) and one.warning]
         assert any("4 answers of B have no token count" in text for text in texts) == warned
         assert not any("of A have no token count" in text for text in texts)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from redline.bench.serving.connection import EVENT_BYTES, Events, TooLarge
+from redline.bench.serving.connection import EVENT_BYTES, EventSplitter, TooLarge
 
 STREAM = (
     b": a comment\n\n"
@@ -19,19 +19,19 @@ FOUND = [b"one", b"two\nlines", b"4", b"5", b"{}", b"six", b"[DONE]"]
 
 
 def test_events_are_the_same_however_the_bytes_are_cut():
-    assert Events().feed(STREAM) == FOUND
-    single = Events()
+    assert EventSplitter().feed(STREAM) == FOUND
+    single = EventSplitter()
     assert [found for byte in STREAM for found in single.feed(bytes([byte]))] == FOUND
     chance = random.Random(1)
     for _ in range(200):
         cuts = sorted(chance.sample(range(len(STREAM)), 6))
-        events = Events()
+        events = EventSplitter()
         pieces = [STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]
         assert [found for piece in pieces for found in events.feed(piece)] == FOUND
 
 
 def test_an_event_comes_out_with_the_bytes_that_complete_it():
-    events = Events()
+    events = EventSplitter()
     assert events.feed(b"data: a\n") == []
     assert events.feed(b"\ndata: b") == [b"a"]
     assert events.feed(b"\r\n\r") == [b"b"]
@@ -39,14 +39,14 @@ def test_an_event_comes_out_with_the_bytes_that_complete_it():
 
 
 def test_the_last_event_may_lack_its_empty_line():
-    events = Events()
+    events = EventSplitter()
     assert events.feed(b"data: a\n\ndata: [DONE]\n") == [b"a"]
     assert events.finish() == [b"[DONE]"]
     assert events.finish() == []
 
 
 def test_an_event_has_a_most_size():
-    events = Events()
+    events = EventSplitter()
     events.feed(b"data: ")
     assert events.feed(b"x" * (EVENT_BYTES - 6)) == []
     with pytest.raises(TooLarge, match="16 MiB"):

@@ -9,7 +9,7 @@ import pytest
 from redline.bench.serving import datasets
 from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.presets import PRESETS, with_preset
-from redline.bench.serving.records import Ask
+from redline.bench.serving.records import LoadRequest
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.errors import ConfigError
 
@@ -26,7 +26,7 @@ def written(path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def text(ask: Ask) -> str:
+def text(ask: LoadRequest) -> str:
     assert (ask.text is None) != (ask.messages is None)
     return ask.text if ask.text is not None else "".join(message["content"] for message in ask.messages or ())
 

@@ -5,13 +5,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from redline.bench.serving.dialects import BACKENDS, Call, error_line
-from redline.bench.serving.records import Ask, Usage
-from redline.bench.serving.target import Target
+from redline.bench.serving.dialects import BACKENDS, CallDelta, error_line
+from redline.bench.serving.records import LoadRequest, Usage
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 
 CHAT, COMPLETIONS = BACKENDS["openai-chat"], BACKENDS["openai"]
-TARGET = Target(base_url="http://127.0.0.1:1", model="m", body={"temperature": 0, "ignore_eos": True})
+TARGET = ServerTarget(base_url="http://127.0.0.1:1", model="m", body={"temperature": 0, "ignore_eos": True})
 
 
 def _event(**choice: object) -> bytes:
@@ -19,25 +19,26 @@ def _event(**choice: object) -> bytes:
 
 
 def test_a_chat_is_asked_with_its_messages_or_with_a_text_as_the_users():
-    body = CHAT.body(Ask(max_tokens=7, text="hi", extra={"temperature": 1}), TARGET)
+    body = CHAT.body(LoadRequest(max_tokens=7, text="hi", extra={"temperature": 1}), TARGET)
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     assert body["max_completion_tokens"] == 7
     assert (body["stream"], body["stream_options"]) == (True, {"include_usage": True})
     assert (body["temperature"], body["ignore_eos"]) == (1, True)  # the request's own field wins
     messages = ({"role": "system", "content": "be short"},)
-    assert CHAT.body(Ask(max_tokens=7, messages=messages), TARGET)["messages"] == list(messages)
+    assert CHAT.body(LoadRequest(max_tokens=7, messages=messages), TARGET)["messages"] == list(messages)
 
 
 def test_completions_are_asked_with_text_or_ids():
-    assert COMPLETIONS.body(Ask(max_tokens=7, ids=(1, 2)), TARGET)["prompt"] == [1, 2]
-    body = COMPLETIONS.body(Ask(max_tokens=7, text="hi"), TARGET)
+    assert COMPLETIONS.body(LoadRequest(max_tokens=7, ids=(1, 2)), TARGET)["prompt"] == [1, 2]
+    body = COMPLETIONS.body(LoadRequest(max_tokens=7, text="hi"), TARGET)
     assert (body["prompt"], body["max_tokens"]) == ("hi", 7)
 
 
 @pytest.mark.parametrize(
-    ("name", "ask"), [("openai-chat", Ask(max_tokens=1, ids=(1,))), ("vllm", Ask(max_tokens=1, messages=()))]
+    ("name", "ask"),
+    [("openai-chat", LoadRequest(max_tokens=1, ids=(1,))), ("vllm", LoadRequest(max_tokens=1, messages=()))],
 )
-def test_what_a_dialect_cannot_ask_is_an_error_that_names_the_flag(name: str, ask: Ask):
+def test_what_a_dialect_cannot_ask_is_an_error_that_names_the_flag(name: str, ask: LoadRequest):
     with pytest.raises(ConfigError, match="--backend"):
         BACKENDS[name].body(ask, TARGET)
 
@@ -62,7 +63,7 @@ def test_parts_of_tool_calls_are_told_apart_by_their_index():
         {"index": 0, "function": {}},
     ]
     said = CHAT.read(_event(delta={"tool_calls": calls}))
-    assert (said.kind, said.calls) == ("tool", (Call(1, "x", "f", "{"), Call(0, "", "", "")))
+    assert (said.kind, said.calls) == ("tool", (CallDelta(1, "x", "f", "{"), CallDelta(0, "", "", "")))
 
 
 def test_every_choice_of_completions_is_a_chunk_and_its_tokens_are_counted_where_they_are_said():

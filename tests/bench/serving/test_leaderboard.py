@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from redline.bench.serving import leaderboard
-from redline.bench.serving.leaderboard import Outcome, Workload, check_fits, measured, output_speed
-from redline.bench.serving.records import Answer, Ask, Run
-from redline.bench.serving.saved import Result
+from redline.bench.serving.leaderboard import Workload, WorkloadOutcome, check_fits, measured, output_speed
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table, Words
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.errors import ConfigError
 from tests.bench.serving.hand_made import answer, run, steady
 
-TARGET = Target(base_url="http://127.0.0.1:1")
+TARGET = ServerTarget(base_url="http://127.0.0.1:1")
 
 
 class Pairs:
@@ -67,14 +67,14 @@ def test_an_answer_that_never_began_has_no_end_to_end():
     assert row.answer_ttft is None
     assert row.end_to_end is None
     said = leaderboard.differs(
-        TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False
+        TARGET, [WorkloadOutcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False
     )
     assert any("1 of 1 requests were still thinking" in text for text in said)
 
 
 def test_a_vocabulary_that_was_given_is_not_asked_for():
     row = measured(steady(1.0, 0.1, 20), workload="w", run=0)
-    of = [Outcome(workload=Workload(1000, 20), rows=(row,))]
+    of = [WorkloadOutcome(workload=Workload(1000, 20), rows=(row,))]
     for given in (False, True):
         (said,) = (
             text
@@ -88,9 +88,9 @@ def test_who_was_still_thinking_is_later_than_all_others():
     quick, slow = steady(1.0, 0.1, 20, thought=2), steady(1.0, 0.1, 20, thought=12)
     never = steady(1.0, 0.1, 20, thought=20)
 
-    def p50(*answers: Answer) -> float | None:
+    def p50(*answers: TimedAnswer) -> float | None:
         rows = tuple(measured(one, workload="w", run=at) for at, one in enumerate(answers))
-        return Outcome(workload=Workload(input_len=10, output_len=20), rows=rows).p50("answer_ttft")
+        return WorkloadOutcome(workload=Workload(input_len=10, output_len=20), rows=rows).p50("answer_ttft")
 
     assert p50(quick, slow, never) == pytest.approx(2.2)
     assert p50(quick, never, never) is None
@@ -104,21 +104,21 @@ def test_all_at_once_has_no_speed():
 def test_a_failed_request_is_a_row_with_its_reason():
     row = measured(answer((1.0, "a", "answer"), failure="dropped"), workload="w", run=3)
     assert (row.run, row.error, row.ttft) == (3, "it dropped", None)
-    outcome = Outcome(workload=Workload(10, 10), rows=(row, measured(steady(2.0, 0.1, 5), workload="w", run=4)))
+    outcome = WorkloadOutcome(workload=Workload(10, 10), rows=(row, measured(steady(2.0, 0.1, 5), workload="w", run=4)))
     assert outcome.p50("ttft") == pytest.approx(2.0)
     assert leaderboard.figures([outcome])["10/10"]["failed"] == 1
     assert leaderboard.runs_table(outcome).columns[-1] == "error"
 
 
 def test_prompts_of_a_run_are_asked_together_and_runs_one_after_another():
-    paces: list[tuple[int, Pace]] = []
+    paces: list[tuple[int, LoadPace]] = []
 
-    def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
+    def load(target: ServerTarget, asks: Sequence[LoadRequest], pace: LoadPace) -> LoadRun:
         paces.append((len(asks), pace))
         return run(*(steady(1.0, 0.1, 11, index=at) for at in range(len(asks))))
 
-    asks = [Ask(max_tokens=11, text=str(at)) for at in range(6)]
-    seen: list[leaderboard.Measured] = []
+    asks = [LoadRequest(max_tokens=11, text=str(at)) for at in range(6)]
+    seen: list[leaderboard.MeasuredRequest] = []
     outcome = leaderboard.measure(Workload(10, 11, parallel=3), asks, TARGET, load, seen=seen.append)
     assert [(many, pace.max_concurrency, pace.warmups) for many, pace in paces] == [(3, 3, 0), (3, 3, 0)]
     assert [row.run for row in outcome.rows] == [0, 0, 0, 1, 1, 1]
@@ -127,11 +127,11 @@ def test_prompts_of_a_run_are_asked_together_and_runs_one_after_another():
 
 
 def test_what_was_measured_until_ctrl_c_is_kept():
-    def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
+    def load(target: ServerTarget, asks: Sequence[LoadRequest], pace: LoadPace) -> LoadRun:
         left = answer(index=1, failure="skipped")
         return run(steady(1.0, 0.1, 11), left, stopped=True)
 
-    outcome = leaderboard.measure(Workload(10, 11, parallel=2), [Ask(max_tokens=1, text="")] * 4, TARGET, load)
+    outcome = leaderboard.measure(Workload(10, 11, parallel=2), [LoadRequest(max_tokens=1, text="")] * 4, TARGET, load)
     assert outcome.stopped
     assert len(outcome.rows) == 1
 
@@ -153,11 +153,11 @@ def test_presets_by_name():
         leaderboard.workloads(["5k"], [1])
 
 
-def page(answers: Sequence[Answer]) -> list[object]:
+def page(answers: Sequence[TimedAnswer]) -> list[object]:
     rows = tuple(measured(one, workload="10/10", run=at) for at, one in enumerate(answers))
-    outcome = Outcome(workload=Workload(10, 10), rows=rows)
+    outcome = WorkloadOutcome(workload=Workload(10, 10), rows=rows)
     details = {"outcomes": [leaderboard.msgspec.to_builtins(outcome)], "differs": ["It differs."]}
-    return list(leaderboard.leaderboard_sections(Result(kind="leaderboard", figures={}, details=details)))
+    return list(leaderboard.leaderboard_sections(BenchResult(kind="leaderboard", figures={}, details=details)))
 
 
 def test_a_page_is_made_of_what_a_file_holds():
@@ -178,7 +178,9 @@ def test_a_workload_without_answers_still_has_a_page():
 def test_answers_whose_tokens_nobody_counted_are_told():
     bare = msgspec.structs.replace(steady(1.0, 0.1, 20), usage=None)
     said = [
-        leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False)
+        leaderboard.differs(
+            TARGET, [WorkloadOutcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False
+        )
         for row in (measured(one, workload="w", run=0) for one in (bare, steady(1.0, 0.1, 20)))
     ]
     assert [any("1 answers have no token count" in text for text in texts) for texts in said] == [True, False]

@@ -9,14 +9,14 @@ import threading
 import pytest
 
 from redline.bench.serving.load import Live, load, run_load
-from redline.bench.serving.records import Ask, Run
-from redline.bench.serving.target import Pace
+from redline.bench.serving.records import LoadRequest, LoadRun
+from redline.bench.serving.target import LoadPace
 from redline.errors import ConfigError
 from tests.bench.serving.odd_servers import CHUNKED, DONE, IDLE_S, chunk, event, serving, target
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S
 
-ASKS = tuple(Ask(max_tokens=1, text=f"question {place}") for place in range(12))
+ASKS = tuple(LoadRequest(max_tokens=1, text=f"question {place}") for place in range(12))
 
 
 class _Slow:
@@ -35,7 +35,7 @@ class _Slow:
         self.now -= 1
 
 
-async def _loaded(server: _Slow, pace: Pace, watched: list[Live] | None = None) -> tuple[Run, list[bytes]]:
+async def _loaded(server: _Slow, pace: LoadPace, watched: list[Live] | None = None) -> tuple[LoadRun, list[bytes]]:
     """Run a load with a clock that jumps ahead whenever the event loop is idle."""
     clock = FakeClock()
     with clock.installed(), clock.jumps(asyncio.get_running_loop(), IDLE_S):
@@ -47,7 +47,7 @@ async def _loaded(server: _Slow, pace: Pace, watched: list[Live] | None = None) 
 def test_places_are_filled_as_they_come_free():
     server = _Slow(0.1)
     watched: list[Live] = []
-    run, requests = asyncio.run(_loaded(server, Pace(max_concurrency=3, warmups=2), watched))
+    run, requests = asyncio.run(_loaded(server, LoadPace(max_concurrency=3, warmups=2), watched))
     assert server.most == 3
     assert len(requests) == 12
     assert all(b"question 0" in request or b"question 1" in request for request in requests[:2])
@@ -64,7 +64,7 @@ def test_places_are_filled_as_they_come_free():
 
 
 def test_a_request_that_is_held_up_keeps_its_planned_time():
-    run, _ = asyncio.run(_loaded(_Slow(0.1), Pace(rate=50, burstiness=math.inf, max_concurrency=1)))
+    run, _ = asyncio.run(_loaded(_Slow(0.1), LoadPace(rate=50, burstiness=math.inf, max_concurrency=1)))
     assert [answer.planned for answer in run.answers] == pytest.approx([0.02 * place for place in range(1, 13)])
     waits = [(answer.taken or 0.0) - answer.planned for answer in run.answers]
     assert waits[0] < 0.05
@@ -72,14 +72,14 @@ def test_a_request_that_is_held_up_keeps_its_planned_time():
 
 
 def test_a_schedule_is_kept_where_nothing_holds_it_up():
-    run, _ = asyncio.run(_loaded(_Slow(0.3), Pace(rate=40, burstiness=math.inf)))
+    run, _ = asyncio.run(_loaded(_Slow(0.3), LoadPace(rate=40, burstiness=math.inf)))
     late = [(answer.sent or math.inf) - answer.planned for answer in run.answers]
     assert min(late) >= 0
     assert sorted(late)[6] < 0.01
 
 
 def test_the_deadline_ends_what_runs_and_skips_the_rest():
-    run, _ = asyncio.run(_loaded(_Slow(0.2), Pace(max_concurrency=2, deadline=0.3)))
+    run, _ = asyncio.run(_loaded(_Slow(0.2), LoadPace(max_concurrency=2, deadline=0.3)))
     assert run.stopped
     assert [answer.failure for answer in run.answers] == [None] * 2 + ["deadline"] * 2 + ["skipped"] * 8
     assert all(answer.text == "a" for answer in run.answers[:4])
@@ -89,7 +89,7 @@ def test_the_deadline_ends_what_runs_and_skips_the_rest():
 
 
 def test_the_deadline_wakes_who_waits_for_the_schedule():
-    run, _ = asyncio.run(_loaded(_Slow(0), Pace(rate=0.01, burstiness=math.inf, deadline=0.2)))
+    run, _ = asyncio.run(_loaded(_Slow(0), LoadPace(rate=0.01, burstiness=math.inf, deadline=0.2)))
     assert {answer.failure for answer in run.answers} == {"skipped"}
 
 
@@ -116,7 +116,7 @@ def test_ctrl_c_gives_what_there_is():
     sent: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     try:
-        run = run_load(target(port), ASKS, Pace(max_concurrency=2), interrupt)
+        run = run_load(target(port), ASKS, LoadPace(max_concurrency=2), interrupt)
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join(LIMIT_S)
@@ -131,14 +131,14 @@ def test_what_cannot_be_asked_is_said_before_anything_is_sent():
     async def ask() -> None:
         async with serving(_Slow(0).reply) as (port, requests):
             with pytest.raises(ConfigError, match="--backend"):
-                await load(target(port), [*ASKS, Ask(max_tokens=1, ids=(1,))], Pace())
+                await load(target(port), [*ASKS, LoadRequest(max_tokens=1, ids=(1,))], LoadPace())
             with pytest.raises(ConfigError, match="--request-rate"):
-                await load(target(port), ASKS, Pace(rate=-1))
+                await load(target(port), ASKS, LoadPace(rate=-1))
             assert requests == []
 
     asyncio.run(ask())
 
 
 def test_a_load_of_nothing_is_a_run_of_nothing():
-    run = run_load(target(1), [], Pace(max_concurrency=2, warmups=1))
+    run = run_load(target(1), [], LoadPace(max_concurrency=2, warmups=1))
     assert (run.answers, run.stopped, run.seconds) == ((), False, 0.0)

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from redline.bench.serving.page import render
-from redline.bench.serving.sections import Heading, Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.sections import Heading, Plot, PlotMark, Section, Series, Table, Words
 
 EVIL = "</script><!-- <script>alert(1)</script> \"quoted\" 'so' & so <img src=x onerror=alert(2)> \u2028 $data"
 
@@ -50,7 +50,7 @@ def test_what_others_said_is_never_markup():
         Words(text=EVIL, warning=True),
         Heading(text=EVIL),
         Table(title=EVIL, columns=(EVIL, "b"), rows=((EVIL, "1"),), note=EVIL),
-        plot(Series(name=EVIL, x=(1.0,), y=(2.0,), labels=(EVIL,)), marks=(Mark(text=EVIL, y=1.0),), note=EVIL),
+        plot(Series(name=EVIL, x=(1.0,), y=(2.0,), labels=(EVIL,)), marks=(PlotMark(text=EVIL, y=1.0),), note=EVIL),
     ]
     page = render(EVIL, sections, subtitle=EVIL, provenance=((EVIL, EVIL),))
     found = Elements(page)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from redline.bench.serving.ready import Drafting, counters, drafting, drafting_figures, models
-from redline.bench.serving.target import Target
+from redline.bench.serving.ready import DraftCounters, counters, drafting, drafting_figures, models
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 from tests.waiting import LIMIT_S
 
@@ -28,7 +28,7 @@ vllm:num_requests_running{model_name="position=\\"7\\""} 1.0
 
 
 @contextmanager
-def server(*answers: tuple[int, bytes]) -> Generator[Target]:
+def server(*answers: tuple[int, bytes]) -> Generator[ServerTarget]:
     """A server that gives these answers in turn, and repeats the last one."""
     left = list(answers)
 
@@ -46,7 +46,7 @@ def server(*answers: tuple[int, bytes]) -> Generator[Target]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield Target(base_url=f"http://127.0.0.1:{http.server_address[1]}")
+        yield ServerTarget(base_url=f"http://127.0.0.1:{http.server_address[1]}")
         http.shutdown()
         thread.join()
 
@@ -74,7 +74,7 @@ def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
 @pytest.mark.parametrize(("seconds", "waits"), [(None, 10), (0.0, 0), (3.0, 3)])
 def test_where_nobody_listens_the_wait_has_an_end(seconds: float | None, waits: float):
     clock = Clock()
-    target = Target(base_url="http://127.0.0.1:9")
+    target = ServerTarget(base_url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*check --base-url"):
         models(target, seconds, lambda _: None, clock=clock, wait=clock.wait)
     assert clock.now == waits
@@ -89,17 +89,17 @@ def test_a_server_without_a_list_of_models_is_ready_and_one_that_refuses_the_key
 
 
 def test_the_counters_of_drafts_are_read_under_vllms_names():
-    assert counters(PAGE) == Drafting(drafts=100, tokens=300, accepted=120, accepted_at=(80, 30, 10))
+    assert counters(PAGE) == DraftCounters(drafts=100, tokens=300, accepted=120, accepted_at=(80, 30, 10))
     assert counters("vllm:num_requests_running 1.0\n") is None
     with server((200, PAGE.encode())) as target:
         assert drafting(target) == counters(PAGE)
     with server((404, b"")) as target:
         assert drafting(target) is None
-    assert drafting(Target(base_url="http://127.0.0.1:9")) is None
+    assert drafting(ServerTarget(base_url="http://127.0.0.1:9")) is None
 
 
 def test_what_drafts_did_is_the_difference_of_two_looks():
-    before = Drafting(drafts=50, tokens=150, accepted=60, accepted_at=(40,))
+    before = DraftCounters(drafts=50, tokens=150, accepted=60, accepted_at=(40,))
     found = drafting_figures(before, counters(PAGE))
     assert found["spec_decode_acceptance_length"] == pytest.approx(1 + 60 / 50)
     assert found["spec_decode_acceptance_rate"] == pytest.approx(40.0)
@@ -125,7 +125,7 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         found: list[object] = []
-        target = Target(base_url=f"http://127.0.0.1:{listening.server_port}")
+        target = ServerTarget(base_url=f"http://127.0.0.1:{listening.server_port}")
         asking = threading.Thread(
             target=lambda: found.append((models(target, 0, print), drafting(target))), daemon=True
         )
@@ -139,4 +139,4 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
 def test_a_counter_that_is_no_number_is_left_out():
     page = "vllm:spec_decode_num_drafts_total 1e999\nvllm:spec_decode_num_draft_tokens_total e.+\n"
     assert counters(page) is None
-    assert counters(page + "vllm:spec_decode_num_drafts_total 4\n") == Drafting(drafts=4)
+    assert counters(page + "vllm:spec_decode_num_drafts_total 4\n") == DraftCounters(drafts=4)

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from redline.bench.serving.metrics import figures
-from redline.bench.serving.records import Answer, GeneratorLoad, Usage
+from redline.bench.serving.records import GeneratorLoad, TimedAnswer, Usage
 from redline.bench.serving.remarks import generator_remark, remarks, schedule_remark
-from redline.bench.serving.saved import Result
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table, Words
 from redline.bench.serving.serve_page import heading, serve_sections
-from redline.bench.serving.target import Pace
+from redline.bench.serving.target import LoadPace
 from tests.bench.serving.answers import IDLE, answer, run
 
 BUSY = {"cpu_share": 0.1, "lag_p50": 0.0001, "lag_p99": 0.0004, "lag_most": 0.002, "late_sends": 0}
@@ -37,26 +37,26 @@ def test_a_load_generator_that_is_the_limit_says_so(change: dict[str, float], re
 
 
 def test_a_wait_that_latencies_leave_out_is_said():
-    pace = Pace(rate=10.0, max_concurrency=1)
+    pace = LoadPace(rate=10.0, max_concurrency=1)
     on_time = schedule_remark(pace, [answer(sent=0.0001), answer(planned=0.1)])
     assert not on_time.warning
     assert "include all waiting" in on_time.text
     late = schedule_remark(pace, [answer(), answer(planned=0.1, sent=1.0)])
     assert late.warning
     assert "coordinated omission" in late.text
-    closed = schedule_remark(Pace(rate=math.inf, max_concurrency=4), [answer(sent=9.0)])
+    closed = schedule_remark(LoadPace(rate=math.inf, max_concurrency=4), [answer(sent=9.0)])
     assert not closed.warning
     assert "no schedule (at most 4 concurrent)" in closed.text
 
 
-def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
+def served(*answers: TimedAnswer, stopped: bool = False, **more: object) -> BenchResult:
     measured = run(*answers, stopped=stopped)
-    return Result(
+    return BenchResult(
         kind="serve",
         figures={"model_id": "nano", "num_prompts": len(answers), **figures(measured, names=("ttft", "tpot", "itl"))},
         target={"base_url": "http://h:1"},
         dataset={"dataset_name": "random", "random_input_len": 9, "random_output_len": 5, "ignore_eos": True},
-        pace=Pace(),
+        pace=LoadPace(),
         generator=IDLE,
         stopped=stopped,
         answers=measured.answers,
@@ -109,7 +109,9 @@ def test_the_sections_of_a_result():
 
 def test_a_result_of_vllms_client_has_tables_alone():
     found = serve_sections(
-        Result(kind="vllm", figures={"completed": 3, "failed": 0, "duration": 1.0, "mean_itl_ms": 2.0, "p99_itl_ms": 5})
+        BenchResult(
+            kind="vllm", figures={"completed": 3, "failed": 0, "duration": 1.0, "mean_itl_ms": 2.0, "p99_itl_ms": 5}
+        )
     )
     assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Latency, ms"]
     assert found[2].rows == (("ITL, between events", "2.00", "", "5.00"),)  # type: ignore[union-attr]
@@ -130,7 +132,7 @@ class Letters:
 def test_what_a_vocabulary_has_counted_is_not_called_uncounted():
     measured = run(answer(0, usage=Usage(prompt_tokens=3)))
     for counts, warned in ((None, True), (Letters(), False)):
-        result = Result(kind="serve", figures=figures(measured, counts=counts), answers=measured.answers)
+        result = BenchResult(kind="serve", figures=figures(measured, counts=counts), answers=measured.answers)
         assert any("no token count" in words.text for words in remarks(result)) == warned
 
 

@@ -9,20 +9,20 @@ from typer.testing import CliRunner
 
 from redline.bench.serving import metrics, saved
 from redline.bench.serving.report import compared, merged, names_of, page_of, provenance_of, sections_of
-from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Mark, Plot, Series, Table, Words
+from redline.bench.serving.saved import BenchResult
+from redline.bench.serving.sections import Plot, PlotMark, Series, Table, Words
 from redline.cli import app
 from redline.errors import ConfigError
 from tests.bench.serving.answers import answer, run
 from tests.bench.serving.test_page import data_of
 
 
-def result(pause: float = 0.1, *, server: str = "http://127.0.0.1:1", **more: Any) -> Result:
+def result(pause: float = 0.1, *, server: str = "http://127.0.0.1:1", **more: Any) -> BenchResult:
     """Four requests of five tokens, with `pause` seconds between tokens, and five times that before the first."""
     at = tuple(pause * n for n in range(5, 10))
     load = run(*(answer(n, planned=0.1 * n, at=at) for n in range(4)))
     figures = {**metrics.figures(load), "model_id": "nano", "num_prompts": 4, **more}
-    return Result(
+    return BenchResult(
         kind="serve",
         figures=figures,
         command=("redline", "bench", "serve"),
@@ -54,7 +54,7 @@ def test_loads_stand_beside_one_another_in_a_table_and_in_plots():
 
 def test_one_load_is_compared_with_nothing_and_other_kinds_only_with_their_own():
     assert compared([("a", result())]) == []
-    assert compared([("a", result(server="http://a:1")), ("b", Result(kind="accept", figures={}))]) == []
+    assert compared([("a", result(server="http://a:1")), ("b", BenchResult(kind="accept", figures={}))]) == []
 
 
 def test_the_page_of_several_has_what_is_compared_then_each_then_where_it_is_from():
@@ -91,7 +91,7 @@ def test_results_are_called_by_what_tells_them_apart():
 def test_plots_that_every_result_has_become_one():
     def part(name: str, y: float) -> tuple[str, list[Any]]:
         series = (Series(name="p50", x=(1.0,), y=(y,)), Series(name="p99", x=(1.0,), y=(2 * y,)))
-        marks = (Mark(text="SLO", y=300.0), Mark(text="kept", x=1.0, y=y))
+        marks = (PlotMark(text="SLO", y=300.0), PlotMark(text="kept", x=1.0, y=y))
         both = Plot(title="TTFT", x_label="streams", y_label="ms", series=series, marks=marks)
         alone = Plot(title="The frontier", x_label="s", y_label=f"of {name}", series=(series[0],))
         return name, [Words(text="said"), both, alone]
@@ -104,9 +104,9 @@ def test_plots_that_every_result_has_become_one():
 
 def test_an_unknown_kind_and_a_result_without_its_details_are_refused():
     with pytest.raises(ConfigError, match="kind 'dance': expected one of serve, vllm"):
-        sections_of(Result(kind="dance", figures={}))
+        sections_of(BenchResult(kind="dance", figures={}))
     with pytest.raises(ConfigError, match="is incomplete: 'completed'"):
-        sections_of(Result(kind="serve", figures={}))
+        sections_of(BenchResult(kind="serve", figures={}))
 
 
 def test_the_verb_prints_tables_and_writes_a_page(tmp_path: Path):

@@ -10,13 +10,13 @@ import pytest
 from redline.bench.serving import metrics, saved
 from redline.bench.serving.metrics import figures
 from redline.bench.serving.records import Usage
-from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.saved import BenchResult, command_without_secrets, without_secrets
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.errors import ConfigError
 from tests.bench.serving.answers import IDLE, answer, run
 
 
-def result() -> Result:
+def result() -> BenchResult:
     usage = Usage(prompt_tokens=10, completion_tokens=4, reasoning_tokens=2)
     spoken = answer(
         0,
@@ -29,14 +29,14 @@ def result() -> Result:
     )
     failed = answer(1, at=(), failure="http", error="503: busy", text="")
     measured = run(spoken, failed)
-    return Result(
+    return BenchResult(
         kind="serve",
         figures={"model_id": "nano", "request_rate": math.inf, **figures(measured)},
         command=("redline", "bench", "serve"),
         provenance={"commit": "abc"},
-        target=without_secrets(Target(base_url="http://127.0.0.1:8000", key="sk-1")),
+        target=without_secrets(ServerTarget(base_url="http://127.0.0.1:8000", key="sk-1")),
         dataset={"name": "random"},
-        pace=Pace(max_concurrency=4),
+        pace=LoadPace(max_concurrency=4),
         generator=IDLE,
         began=measured.began,
         notes=("a note",),
@@ -146,7 +146,7 @@ def test_what_is_no_result_is_told_in_one_line(tmp_path: Path, data: bytes, mess
 
 
 def test_a_result_holds_no_secret():
-    target = Target(
+    target = ServerTarget(
         base_url="https://user:hunter2@host:1/v1",
         key="sk-hunter2",
         headers={"X-Key": "hunter2"},
@@ -162,7 +162,9 @@ def test_a_result_holds_no_secret():
 
 
 def test_secrets_are_left_out_wherever_they_stand():
-    target = Target(base_url="http://h", body={"metadata": [{"api_key": "hunter2", "min_tokens": 5}], "min_tokens": 3})
+    target = ServerTarget(
+        base_url="http://h", body={"metadata": [{"api_key": "hunter2", "min_tokens": 5}], "min_tokens": 3}
+    )
     kept = without_secrets(target)
     assert kept["body"] == {"metadata": [{"api_key": "given", "min_tokens": 5}], "min_tokens": 3}
     words = ["compare", "http://u:hunter2@a:1", "https://hunter2@b/x", "--metrics-url=u:hunter2@c:9", "u:hunter2@d"]

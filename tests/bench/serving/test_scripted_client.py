@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from redline.bench.serving.load import run_load
-from redline.bench.serving.records import Answer, Ask, Failure, Run
-from redline.bench.serving.target import Pace, Patience, Target
+from redline.bench.serving.records import Failure, LoadRequest, LoadRun, TimedAnswer
+from redline.bench.serving.target import LoadPace, Patience, ServerTarget
 from tests.bench.serving.script import Logged
 from tests.bench.serving.scripted import HOST, Scripted
 
@@ -29,21 +29,27 @@ def server() -> Iterator[Scripted]:
         yield server
 
 
-def ask(name: str, tokens: int = 16, **script: Any) -> Ask:
+def ask(name: str, tokens: int = 16, **script: Any) -> LoadRequest:
     messages = ({"role": "user", "content": "hello"},)
-    return Ask(max_tokens=tokens, messages=messages, name=name, extra={"script": {"name": name} | script})
+    return LoadRequest(max_tokens=tokens, messages=messages, name=name, extra={"script": {"name": name} | script})
 
 
 def run(
-    server: Scripted, asks: Sequence[Ask], pace: Pace | None = None, patience: Patience = PATIENCE, **target: Any
-) -> Run:
+    server: Scripted,
+    asks: Sequence[LoadRequest],
+    pace: LoadPace | None = None,
+    patience: Patience = PATIENCE,
+    **target: Any,
+) -> LoadRun:
     server.forget()
-    run = run_load(Target(base_url=server.url, model="scripted", patience=patience, **target), asks, pace or Pace())
+    run = run_load(
+        ServerTarget(base_url=server.url, model="scripted", patience=patience, **target), asks, pace or LoadPace()
+    )
     assert [answer.ask.name for answer in run.answers] == [one.name for one in asks]
     return run
 
 
-def check_times(answers: Sequence[Answer], log: dict[str, Logged]) -> None:
+def check_times(answers: Sequence[TimedAnswer], log: dict[str, Logged]) -> None:
     """Each event and each end is seen after it was sent; times count from when the request was sent or received."""
     for answer in answers:
         assert answer.error is None, answer.error
@@ -58,7 +64,7 @@ def check_times(answers: Sequence[Answer], log: dict[str, Logged]) -> None:
 @pytest.mark.parametrize("streams", [1, 8])
 def test_times_are_those_of_the_servers_own_log(server: Scripted, streams: int):
     asks = [ask(str(i), tokens=20, first_s=0.03, gaps_s=[0.01, 0.004, 0.007]) for i in range(4 * streams)]
-    done = run(server, asks, Pace(rate=40.0 * streams, burstiness=float("inf"), max_concurrency=streams))
+    done = run(server, asks, LoadPace(rate=40.0 * streams, burstiness=float("inf"), max_concurrency=streams))
     check_times(done.answers, log := server.named())
     for answer in done.answers:
         row = log[answer.ask.name]
@@ -68,7 +74,7 @@ def test_times_are_those_of_the_servers_own_log(server: Scripted, streams: int):
 
 def test_random_delays_and_bursts_are_seen_event_for_event(server: Scripted):
     asks = [ask(str(i), tokens=30, gaps_s=[0.002], spread_s=0.01, seed=i, burst=[1, 3, 2]) for i in range(4)]
-    answers = run(server, asks, Pace(rate=30.0, burstiness=float("inf"))).answers
+    answers = run(server, asks, LoadPace(rate=30.0, burstiness=float("inf"))).answers
     assert all(len(answer.chunks) == 15 for answer in answers)
     check_times(answers, server.named())
 
@@ -121,7 +127,7 @@ def test_other_spellings_of_a_stream_are_read(server: Scripted, script: dict[str
 
 def test_the_completions_dialect_is_timed_alike(server: Scripted):
     asks = [
-        Ask(max_tokens=10, text="hello", name=str(i), extra={"script": {"name": str(i), "gaps_s": [0.01]}})
+        LoadRequest(max_tokens=10, text="hello", name=str(i), extra={"script": {"name": str(i), "gaps_s": [0.01]}})
         for i in range(4)
     ]
     done = run(server, asks, backend="openai")
@@ -148,10 +154,10 @@ FAULTS: list[tuple[str, dict[str, Any], Failure, int]] = [
 
 
 def test_every_fault_is_told_in_its_row_and_the_rows_beside_it_stay_right(server: Scripted):
-    asks: list[Ask] = []
+    asks: list[LoadRequest] = []
     for name, script, _, _ in FAULTS:
         asks += [ask(name, **({"gaps_s": [0.005]} | script)), ask(f"beside {name}", gaps_s=[0.005])]
-    done = run(server, asks, Pace(max_concurrency=8), SHORT)
+    done = run(server, asks, LoadPace(max_concurrency=8), SHORT)
     rows = {answer.ask.name: answer for answer in done.answers}
     wrong = {
         name: (rows[name].failure, len(rows[name].chunks), rows[name].error)
@@ -172,14 +178,14 @@ def test_every_fault_is_told_in_its_row_and_the_rows_beside_it_stay_right(server
 def test_nobody_there_is_refused():
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-    target = Target(base_url=f"http://{HOST}:{port}", model="scripted", patience=PATIENCE)
-    done = run_load(target, [ask("refused")] * 3, Pace())
+    target = ServerTarget(base_url=f"http://{HOST}:{port}", model="scripted", patience=PATIENCE)
+    done = run_load(target, [ask("refused")] * 3, LoadPace())
     assert [answer.failure for answer in done.answers] == ["refused"] * 3
 
 
 def test_a_kept_connection_that_the_server_has_closed_meanwhile_harms_no_request(server: Scripted):
     asks = [ask(f"{i}", tokens=2, **({"fault": "drop", "after": 1} if i % 2 else {})) for i in range(10)]
-    answers = run(server, asks, Pace(max_concurrency=1)).answers
+    answers = run(server, asks, LoadPace(max_concurrency=1)).answers
     assert [answer.failure for answer in answers] == [None, "dropped"] * 5
 
 
@@ -196,7 +202,7 @@ def test_usage_that_lies_or_is_absent_is_kept_as_it_came(server: Scripted):
 def test_an_empty_answer_is_no_failure_and_has_no_chunk(server: Scripted):
     empty = {"script": {"name": "empty", "tokens": 0}}
     messages = ({"role": "user", "content": "hello"},)
-    asks = [Ask(max_tokens=8, messages=messages, name="empty", extra=empty), ask("beside")]
+    asks = [LoadRequest(max_tokens=8, messages=messages, name="empty", extra=empty), ask("beside")]
     answer, beside = run(server, asks).answers
     assert answer.error is None
     assert answer.chunks == ()
@@ -223,7 +229,7 @@ def test_a_stream_without_its_last_word_is_an_answer_all_the_same(server: Script
 def test_a_schedule_that_a_slow_server_holds_up_is_measured_from_its_plan(server: Scripted):
     """Coordinated omission: one slow request delays those after it, and their rows must show it."""
     asks = [ask("long", tokens=2, gaps_s=[0.4]), *(ask(f"behind {i}", tokens=2) for i in range(4))]
-    answers = run(server, asks, Pace(rate=50.0, burstiness=float("inf"), max_concurrency=1)).answers
+    answers = run(server, asks, LoadPace(rate=50.0, burstiness=float("inf"), max_concurrency=1)).answers
     for number, answer in enumerate(answers[1:], 1):
         assert answer.sent is not None
         # planned by the schedule, independent of the clock

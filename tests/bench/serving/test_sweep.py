@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from redline.bench.serving import sweep
-from redline.bench.serving.saved import Result
+from redline.bench.serving.saved import BenchResult
 from redline.bench.serving.sections import Plot, Table
-from redline.bench.serving.sweep import Plan, Point, next_load, point
+from redline.bench.serving.sweep import Point, SweepPlan, next_load, point
 from tests.bench.serving.hand_made import answer, run, steady
 
 
@@ -82,7 +82,7 @@ def test_the_frontier_has_no_point_that_another_beats():
 
 
 def test_a_sweep_stops_where_load_only_costs():
-    plan = Plan(by="streams", loads=tuple(sweep.doubling(256)))
+    plan = SweepPlan(by="streams", loads=tuple(sweep.doubling(256)))
     points: list[Point] = []
     assert sweep.sweep(plan, points, server, lambda: None)
     # one point without gain may be chance, the second is not
@@ -98,14 +98,14 @@ def test_one_point_that_falls_far_is_enough():
 
 
 def test_to_the_end_measures_every_load():
-    plan = Plan(by="streams", loads=(1.0, 16.0, 32.0, 64.0, 128.0), to_the_end=True)
+    plan = SweepPlan(by="streams", loads=(1.0, 16.0, 32.0, 64.0, 128.0), to_the_end=True)
     points: list[Point] = []
     sweep.sweep(plan, points, server, lambda: None)
     assert len(points) == 5
 
 
 def test_a_search_halves_the_gap_around_the_slos_point():
-    plan = Plan(by="streams", loads=(1.0, 4.0, 16.0), slos={"ttft": 100.0}, search=True)
+    plan = SweepPlan(by="streams", loads=(1.0, 4.0, 16.0), slos={"ttft": 100.0}, search=True)
     points: list[Point] = []
     sweep.sweep(plan, points, server, lambda: None)
     assert [one.load for one in points] == [1, 4, 16, 10, 7, 5, 6]
@@ -116,7 +116,7 @@ def test_a_search_halves_the_gap_around_the_slos_point():
 
 
 def test_a_search_over_rates_ends_close_to_the_point():
-    plan = Plan(by="requests/s", loads=(1.0, 4.0, 16.0), slos={"ttft": 100.0}, search=True)
+    plan = SweepPlan(by="requests/s", loads=(1.0, 4.0, 16.0), slos={"ttft": 100.0}, search=True)
     points: list[Point] = []
     sweep.sweep(plan, points, lambda load: msgspec.structs.replace(server(load), by="requests/s"), lambda: None)
     good, bad = sweep.around_slo(points, plan.attainment)
@@ -126,23 +126,23 @@ def test_a_search_over_rates_ends_close_to_the_point():
 
 
 def test_where_the_lowest_load_breaks_the_slos_the_search_goes_below_it():
-    plan = Plan(by="streams", loads=(8.0, 16.0), slos={"ttft": 100.0}, search=True)
+    plan = SweepPlan(by="streams", loads=(8.0, 16.0), slos={"ttft": 100.0}, search=True)
     points: list[Point] = []
     sweep.sweep(plan, points, server, lambda: None)
     assert [one.load for one in points] == [8, 16, 4, 6, 7]
-    nothing = Plan(by="streams", loads=(8.0,), slos={"ttft": 100.0})
+    nothing = SweepPlan(by="streams", loads=(8.0,), slos={"ttft": 100.0})
     assert "no measured load meets them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
 
 
 def test_a_search_for_what_is_not_there_ends():
-    plan = Plan(by="requests/s", loads=(4.0,), slos={"ttft": 100.0}, search=True)
+    plan = SweepPlan(by="requests/s", loads=(4.0,), slos={"ttft": 100.0}, search=True)
     points: list[Point] = []
     sweep.sweep(plan, points, lambda load: made(load, 100 * load, 1.0, 0.0), lambda: None)
     assert [one.load for one in points] == [4, 2, 1, 0.5]
 
 
 def test_what_was_measured_is_not_measured_again():
-    plan = Plan(by="streams", loads=(1.0, 2.0, 4.0))
+    plan = SweepPlan(by="streams", loads=(1.0, 2.0, 4.0))
     points, asked, saved = [server(1), server(2)], list[float](), list[int]()
 
     def measure(load: float) -> Point:
@@ -155,14 +155,14 @@ def test_what_was_measured_is_not_measured_again():
 
 
 def test_ctrl_c_keeps_the_points_before_it():
-    plan = Plan(by="streams", loads=(1.0, 2.0, 4.0))
+    plan = SweepPlan(by="streams", loads=(1.0, 2.0, 4.0))
     points: list[Point] = []
     assert not sweep.sweep(plan, points, lambda load: server(load) if load < 2 else None, lambda: None)
     assert [one.load for one in points] == [1]
 
 
 def test_the_verdict_names_the_slos_point_and_where_a_line_crosses():
-    plan = Plan(by="streams", loads=(4.0, 8.0), slos={"ttft": 100.0}, attainment=0.9)
+    plan = SweepPlan(by="streams", loads=(4.0, 8.0), slos={"ttft": 100.0}, attainment=0.9)
     said = " ".join(sweep.verdict(plan, [server(4), server(8)], gpus=2))
     assert "800 output tokens/s" in said
     assert "(400 per GPU)" in said
@@ -172,15 +172,15 @@ def test_the_verdict_names_the_slos_point_and_where_a_line_crosses():
 
 
 def test_a_busy_load_generator_is_said():
-    plan = Plan(by="streams", loads=(1.0,))
+    plan = SweepPlan(by="streams", loads=(1.0,))
     assert "was the limit at 1 stream" in " ".join(sweep.verdict(plan, [made(1, 100, 1, cpu_share=0.97)]))
 
 
 def test_a_page_is_made_of_what_a_file_holds():
-    plan = Plan(by="streams", loads=(1.0, 4.0, 8.0, 16.0), slos={"ttft": 100.0})
+    plan = SweepPlan(by="streams", loads=(1.0, 4.0, 8.0, 16.0), slos={"ttft": 100.0})
     points = [made(1, 100, 1, 1.0), made(4, 360, 1, 1.0), made(8, 640, 1, 0.5), made(16, 600, 2, 0.5)]
     details = msgspec.json.decode(msgspec.json.encode({"plan": plan, "points": points, "gpus": 2}))
-    sections = sweep.sweep_sections(Result(kind="sweep", figures={}, details=details))
+    sections = sweep.sweep_sections(BenchResult(kind="sweep", figures={}, details=details))
     plots = [section for section in sections if isinstance(section, Plot)]
     assert plots[0].series[0].y == (50, 180, 320)  # a GPU, from the fastest user's: 1, 4 and 8 streams
     assert plots[0].marks[0].y == 180
@@ -200,6 +200,8 @@ def test_a_point_whose_tokens_nobody_counted_is_told():
     bare = msgspec.structs.replace(steady(1.0, 0.1, 11), usage=None)
     of = point(1, "streams", run(bare), {})
     assert of.uncounted == 1
-    assert any("1 answers have no token count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of]))
+    assert any(
+        "1 answers have no token count" in text for text in sweep.verdict(SweepPlan(by="streams", loads=(1,)), [of])
+    )
     known = point(1, "streams", run(steady(1.0, 0.1, 11)), {})
-    assert not any("no count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [known]))
+    assert not any("no count" in text for text in sweep.verdict(SweepPlan(by="streams", loads=(1,)), [known]))

@@ -6,10 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from redline.bench.serving.traces import TOOLS, Session, Shape, Turn, by_length, encode, read, synthesize
+from redline.bench.serving.traces import TOOLS, AgentTurn, Session, TraceShape, by_length, encode, read, synthesize
 from redline.errors import ConfigError
 
-SMALL = Shape(sessions=4, context_tokens=4000, output_tokens=40, result_tokens=200)
+SMALL = TraceShape(sessions=4, context_tokens=4000, output_tokens=40, result_tokens=200)
 
 
 def tokens(session: Session) -> int:
@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_trace_and_more_sessions_change_no_other():
 
 @pytest.mark.parametrize("budget", [2000, 8000, 32000])
 def test_a_session_grows_to_its_budget_and_not_beyond(budget: int):
-    for session in synthesize(Shape(sessions=3, context_tokens=budget, output_tokens=40, result_tokens=200)):
+    for session in synthesize(TraceShape(sessions=3, context_tokens=budget, output_tokens=40, result_tokens=200)):
         assert 0.5 * budget < tokens(session) <= budget
 
 
@@ -55,7 +55,7 @@ def test_sessions_are_those_of_an_agent():
 
 def test_tests_take_longer_than_reading_a_file():
     waits: dict[str, list[float]] = {"run_tests": [], "read_file": []}
-    for session in synthesize(Shape(sessions=12, tool_s=8.0)):
+    for session in synthesize(TraceShape(sessions=12, tool_s=8.0)):
         for turn in session.turns[:-1]:
             for call in (turn.answer or {}).get("tool_calls", ()):
                 waits.setdefault(call["function"]["name"], []).append(turn.wait_s)
@@ -66,7 +66,7 @@ def test_tests_take_longer_than_reading_a_file():
 
 def test_a_budget_without_room_for_a_turn_is_refused():
     with pytest.raises(ConfigError, match="--context-tokens 100: one turn does not fit; use at least about"):
-        synthesize(Shape(context_tokens=100))
+        synthesize(TraceShape(context_tokens=100))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_budget_without_room_for_a_turn_is_refused():
 )
 def test_what_is_no_trace_is_named_with_its_line(tmp_path: Path, line: str, said: str):
     path = tmp_path / "trace.jsonl"
-    good = Session(session="a", turns=(Turn(messages=({"role": "user", "content": "x"},), output_tokens=1),))
+    good = Session(session="a", turns=(AgentTurn(messages=({"role": "user", "content": "x"},), output_tokens=1),))
     path.write_bytes(encode([good]) + line.encode())
     with pytest.raises(ConfigError, match=said):
         read(path)

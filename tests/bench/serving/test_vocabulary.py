@@ -7,7 +7,7 @@ import pytest
 import tiktoken
 from tiktoken_ext import openai_public
 
-from redline.bench.serving.vocabulary import O200K_SPECIALS, O200K_SPLIT, Vocabulary, o200k, open_vocabulary
+from redline.bench.serving.vocabulary import O200K_SPECIALS, O200K_SPLIT, TextVocabulary, o200k, open_vocabulary
 from redline.errors import ConfigError
 
 NANO = Path("models/kimi-nano")
@@ -98,7 +98,7 @@ def test_without_the_package_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_vocabulary_is_one_by_its_protocol(small_o200k: Path) -> None:
     for path in (NANO, NANO / "tokenizer.json", small_o200k):
-        vocabulary: Vocabulary = open_vocabulary(path)
+        vocabulary: TextVocabulary = open_vocabulary(path)
         assert all(token < vocabulary.size for token in vocabulary.specials)
 
 

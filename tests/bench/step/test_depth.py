@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from redline.bench.step.depth import WARM_UP, Depth, Stage, Timing, depth_of, measure_step
-from redline.bench.step.depth_fit import Memory, check
+from redline.bench.step.depth import WARM_UP, DepthCase, DepthStage, Timing, depth_of, measure_step
+from redline.bench.step.depth_fit import DepthMemory, check
 from redline.bench.step.depth_record import PEER_MS, DepthRecord, append, read, record_of
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
@@ -21,7 +21,7 @@ from redline.ops.op import Cost, Machine
 H200 = Machine("NVIDIA H200", 4.3e12, 700e12)
 
 
-def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
+def depth(config: Any = KIMI_K26, **changes: Any) -> DepthCase:
     """One token of a whole Kimi K2.6 without context, with these changes."""
     asked = {
         "layers": config.num_hidden_layers,
@@ -39,7 +39,7 @@ def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
 class FakeStep:
     """Records its calls; takes no time."""
 
-    def __init__(self, case: Depth) -> None:
+    def __init__(self, case: DepthCase) -> None:
         config = case.config
         shape = config.num_hidden_layers, case.rows * case.tokens, config.num_experts_per_tok
         self.routing = torch.zeros(shape, dtype=torch.int32)
@@ -47,8 +47,8 @@ class FakeStep:
         self.turns: list[int] = []
         self.launched: list[int] = []
         self.captures: Sequence[Callable[[], object]] = [self.capture(0), self.capture(1)]
-        one = Stage("experts", self.launched.append, Cost(1000, 10), count=7, expert_cost=Cost(100, 1))
-        self.ops: Sequence[Stage] = [one, Stage("head", lambda _: None, Cost(500), count=1)]
+        one = DepthStage("experts", self.launched.append, Cost(1000, 10), count=7, expert_cost=Cost(100, 1))
+        self.ops: Sequence[DepthStage] = [one, DepthStage("head", lambda _: None, Cost(500), count=1)]
 
     def capture(self, turn: int) -> Callable[[], object]:
         def run() -> None:
@@ -128,7 +128,7 @@ def test_layers_with_experts_share_places_and_dense_ones_lie_alone():
 
 
 def test_memory_is_the_arithmetic_of_the_model():
-    whole = Memory(depth(context=1000))
+    whole = DepthMemory(depth(context=1000))
     assert whole.weights == KIMI_K26.weight_bytes
     assert whole.ends + whole.dense + 60 * whole.layer == whole.weights
     assert whole.kv == 1024 * 70_272
@@ -140,19 +140,19 @@ def test_memory_is_the_arithmetic_of_the_model():
 def test_what_does_not_fit_is_refused_with_what_does():
     case = depth(context=1024, rows=32)
     free = 149 * 10**9
-    refusal = str(Memory(case).refusal(free))
+    refusal = str(DepthMemory(case).refusal(free))
     assert "needs 596.65 GB, but only 149.00 GB are free" in refusal
-    layers = Memory(case).layers_that_fit(free)
+    layers = DepthMemory(case).layers_that_fit(free)
     assert f"--alias {layers}" in refusal
-    assert Memory(depth(context=1024, rows=32, physical=layers)).whole <= free
-    assert Memory(depth(context=1024, rows=32, physical=layers + 1)).whole > free
-    experts = Memory(case).experts_that_fit(free)
+    assert DepthMemory(depth(context=1024, rows=32, physical=layers)).whole <= free
+    assert DepthMemory(depth(context=1024, rows=32, physical=layers + 1)).whole > free
+    experts = DepthMemory(case).experts_that_fit(free)
     assert f"--experts {experts}" in refusal
-    assert Memory(depth(context=1024, rows=32, experts=experts)).whole <= free
+    assert DepthMemory(depth(context=1024, rows=32, experts=experts)).whole <= free
 
 
 def test_where_nothing_fits_nothing_is_recommended():
-    refusal = str(Memory(depth()).refusal(10**9))
+    refusal = str(DepthMemory(depth()).refusal(10**9))
     assert "no layer fits" in refusal
     assert "--alias" not in refusal
 

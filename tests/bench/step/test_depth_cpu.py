@@ -7,7 +7,7 @@ import torch
 
 from redline.bench.step.depth import Progress
 from redline.bench.step.depth_cpu import CpuStep
-from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth_fit import DepthMemory
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.linear import linear
 from redline.model.k2.config import K2Config
@@ -83,7 +83,7 @@ def test_aliased_layers_are_fewer_in_memory_and_as_many_in_the_step():
 def test_progress_ends_at_all_the_weights():
     told: list[tuple[int, int]] = []
     build(KIMI_NANO, physical=3, progress=lambda done, whole: told.append((done, whole)))
-    whole = Memory(depth(KIMI_NANO, physical=3)).weights
+    whole = DepthMemory(depth(KIMI_NANO, physical=3)).weights
     assert told[-1] == (whole, whole)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 

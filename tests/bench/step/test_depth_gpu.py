@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from redline.bench.step.depth import Progress
-from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_gpu import GpuStep
 from redline.model.k2.shapes import KIMI_NANO
 from tests.bench.step.test_depth import depth
@@ -48,7 +48,7 @@ def test_an_expert_is_read_once(rows: int):
 def test_progress_ends_at_all_the_weights():
     told: list[tuple[int, int]] = []
     build(progress=lambda done, whole: told.append((done, whole)))
-    whole = Memory(depth(CONFIG)).weights
+    whole = DepthMemory(depth(CONFIG)).weights
     assert told == [(whole * made // 4, whole) for made in (1, 2, 3, 4)]
 
 

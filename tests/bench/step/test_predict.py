@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from redline.bench.step.machines import CHIPS, Figure, Several, machine
+from redline.bench.step.machines import CHIPS, Several, SourcedFigure, machine
 from redline.bench.step.predict import (
     FITTED,
     LONG_STEPS,
@@ -16,9 +16,9 @@ from redline.bench.step.predict import (
     SHORT,
     STEPS,
     TOKENS,
-    Machines,
-    Round,
-    Took,
+    PredictedRanks,
+    RoundExcess,
+    StepTime,
     distinct_experts,
     excess,
     like_kimi,
@@ -43,18 +43,18 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: row["date"])
 
 
-def took(**wanted: Any) -> Took:
+def took(**wanted: Any) -> StepTime:
     row = rows("decode-h200.json", tokens_per_row=1, **wanted)[-1]
-    case = Machines(KIMI_K26, Several(wanted["ranks"], CHIPS["H200"])).depth(
+    case = PredictedRanks(KIMI_K26, Several(wanted["ranks"], CHIPS["H200"])).depth(
         row["rows"], 1, row["context"], row["kv_dtype"]
     )
     machine = Machine(row["gpu"], row["bytes_per_s"], row["flops_per_s"])
     read = case.cost(row["expert_bytes"] / case.expert_bytes, divided=False).seconds(machine)
-    return Took(row["ms"], 1e3 * read)
+    return StepTime(row["ms"], 1e3 * read)
 
 
-def of(text: str) -> Machines:
-    return Machines(KIMI_K26, machine(text))
+def of(text: str) -> PredictedRanks:
+    return PredictedRanks(KIMI_K26, machine(text))
 
 
 # ---------------------------------------------------------------------------------- constants and measurements
@@ -101,7 +101,7 @@ def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
     experts = row["expert_bytes"] / case.depth.expert_bytes
     verify, draft = floors(case, experts, Machine("measured", row["bytes_per_s"], row["flops_per_s"]))
     assert verify + draft == pytest.approx(row["floor_ms"], rel=1e-6)
-    assert ROUNDS[drafts] == pytest.approx(Round(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
+    assert ROUNDS[drafts] == pytest.approx(RoundExcess(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
 
 
 # ------------------------------------------------------------------------------------------------------ predictions
@@ -136,8 +136,8 @@ def test_a_drafter_that_ranks_divide_spares_reading_and_costs_two_sums_a_pass(ra
     ("ranks", "tb_per_s", "expected"), [(2, 4.5, (3.9, 7.7, 12.4, 33.7)), (4, 4.3, (2.3, 4.3, 6.75, 17.9))]
 )
 def test_what_ranks_read_of_the_weights_as_the_goals_have_it(ranks: int, tb_per_s: float, expected: tuple[float, ...]):
-    chip = CHIPS["H200"]._replace(reads=Figure(1e12 * tb_per_s, "asked for"))
-    machines = Machines(KIMI_K26, Several(ranks, chip))
+    chip = CHIPS["H200"]._replace(reads=SourcedFigure(1e12 * tb_per_s, "asked for"))
+    machines = PredictedRanks(KIMI_K26, Several(ranks, chip))
     steps = [machines.step(tokens, 1, 0) for tokens in TOKENS]
     assert [step.floor + step.whole for step in steps] == pytest.approx(expected, rel=0.02)
 
@@ -148,8 +148,8 @@ def test_floors_are_those_of_measured_steps(ranks: int):
     for tokens in TOKENS:
         wanted = {"ranks": ranks, "rows": tokens, "tokens_per_row": 1, "context": SHORT, "kv_dtype": "bf16"}
         row = rows("decode-h100.json", gpu="NVIDIA H100 80GB HBM3", **wanted)[-1]
-        chip = CHIPS["H100"]._replace(reads=Figure(row["bytes_per_s"], "measured"))
-        floor = Machines(KIMI_K26, Several(ranks, chip)).step(tokens, 1, SHORT).floor
+        chip = CHIPS["H100"]._replace(reads=SourcedFigure(row["bytes_per_s"], "measured"))
+        floor = PredictedRanks(KIMI_K26, Several(ranks, chip)).step(tokens, 1, SHORT).floor
         assert floor == pytest.approx(row["floor_ms"], rel=0.005), tokens
 
 

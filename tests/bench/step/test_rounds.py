@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from redline.bench.step import rounds
-from redline.bench.step.depth import Depth
-from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth import DepthCase
+from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
 from redline.bench.step.rounds import (
     RoundCase,
@@ -21,7 +21,7 @@ from redline.bench.step.rounds import (
     measure_round,
     random_drafter,
 )
-from redline.bench.step.trace import Busy, idle_share, joined
+from redline.bench.step.trace import BusyInterval, idle_share, joined
 from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
@@ -40,7 +40,7 @@ Models = tuple[K2, Eagle3]
 
 
 def round_case(config: Any, k: int = 3, length: float = 2.4, **changes: Any) -> RoundCase:
-    of: Depth = depth(config, **{"tokens": 1 + k, "context": 70, "rows": 2, **changes})
+    of: DepthCase = depth(config, **{"tokens": 1 + k, "context": 70, "rows": 2, **changes})
     return RoundCase(depth=of, drafter=Eagle3Config.for_target(of.config), rates=rates_of(length, k, "accept"))
 
 
@@ -106,13 +106,13 @@ def test_the_floor_of_a_round_is_that_of_its_parts():
 
 def test_memory_has_the_drafter_and_what_rows_grow_by():
     case = kimi(3, context=1024, physical=12)
-    plain = Memory(case.depth)
-    whole = Memory(case.depth, 4 * drafter_weights(case.drafter), case.reach(30) - 1028)
+    plain = DepthMemory(case.depth)
+    whole = DepthMemory(case.depth, 4 * drafter_weights(case.drafter), case.reach(30) - 1028)
     assert whole.whole - plain.whole > 4 * 1.84e9
     assert any("drafter" in line for line in whole.explain())
     assert not any("drafter" in line for line in plain.explain())
     assert whole.layers_that_fit(100 * 10**9) <= plain.layers_that_fit(100 * 10**9)
-    assert Memory(case.depth, 0, 1000).kv > plain.kv
+    assert DepthMemory(case.depth, 0, 1000).kv > plain.kv
 
 
 # ----------------------------------------------------------------------------------------------------------- rounds
@@ -199,6 +199,6 @@ def test_a_record_of_a_round_is_that_of_a_step_and_more(tmp_path: Path):
 
 
 def test_idle_is_what_no_interval_covers():
-    busy = joined([Busy(0, 4), Busy(2, 5), Busy(6, 10)])
-    assert busy == [Busy(0, 5), Busy(6, 10)]
+    busy = joined([BusyInterval(0, 4), BusyInterval(2, 5), BusyInterval(6, 10)])
+    assert busy == [BusyInterval(0, 5), BusyInterval(6, 10)]
     assert idle_share(busy) == pytest.approx(0.1)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from redline.bench.serving.records import Answer, Ask
-from redline.bench.verify.tool_calls import MAX_TOKENS, Request, judge, read_requests
+from redline.bench.serving.records import LoadRequest, TimedAnswer
+from redline.bench.verify.tool_calls import MAX_TOKENS, ToolCallRequest, judge, read_requests
 from redline.errors import ConfigError
 
 WEATHER = {
@@ -16,7 +16,7 @@ WEATHER = {
     "required": ["city"],
     "$defs": {"name": {"type": "string"}},
 }
-REQUEST = Request(
+REQUEST = ToolCallRequest(
     7,
     (),
     (
@@ -29,9 +29,9 @@ REQUEST = Request(
 )
 
 
-def answer(*calls: tuple[str, str], finish: str | None = "tool_calls", **more: Any) -> Answer:
+def answer(*calls: tuple[str, str], finish: str | None = "tool_calls", **more: Any) -> TimedAnswer:
     made = tuple({"id": "", "name": name, "arguments": arguments} for name, arguments in calls)
-    return Answer(index=0, ask=Ask(max_tokens=1), planned=0.0, calls=made, finish=finish, **more)
+    return TimedAnswer(index=0, ask=LoadRequest(max_tokens=1), planned=0.0, calls=made, finish=finish, **more)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def answer(*calls: tuple[str, str], finish: str | None = "tool_calls", **more: A
         (answer(failure="http", error="status 500"), ["the request failed"]),
     ],
 )
-def test_what_is_wrong_with_an_answer(given: Answer, kinds: list[str]):
+def test_what_is_wrong_with_an_answer(given: TimedAnswer, kinds: list[str]):
     found = judge(REQUEST, given)
     assert [wrong.kind for wrong in found] == kinds
     assert all(wrong.line == 7 and wrong.why for wrong in found)

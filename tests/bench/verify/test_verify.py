@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.bench.verify import layers as layers_module
 from redline.bench.verify import verify as verify_module
-from redline.bench.verify.report import Layer, Report
+from redline.bench.verify.report import VerifiedLayer, VerifyReport
 from redline.bench.verify.shards import peaked
 from redline.bench.verify.verify import Progress, verify
 from redline.kernels.kernel import references
@@ -42,8 +42,8 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def shards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of reading: a layer with sound tensors counts as right, without computing or timing it."""
 
-    def right(found: Survey, number: int, *_: object) -> Layer:
-        return Layer(layer=number, dense=not found.config.is_moe(number))
+    def right(found: Survey, number: int, *_: object) -> VerifiedLayer:
+        return VerifiedLayer(layer=number, dense=not found.config.is_moe(number))
 
     monkeypatch.setattr(verify_module, "compute", right)
     for name in ("load_rate", "steps_of"):
@@ -55,7 +55,7 @@ def checkpoint(folder: Path, shard_bytes: int = 100_000, **given: str) -> list[P
     return sorted(folder.glob("*.safetensors"))
 
 
-def run(folder: Path, again: bool = False) -> Report:
+def run(folder: Path, again: bool = False) -> VerifyReport:
     with Working("verify", shown=False) as working:
         return verify(folder, Progress(folder.parent / f"{folder.name}.shards.jsonl", again), CPU, working)
 
@@ -78,7 +78,7 @@ def fill(part: Tensor, value: float) -> None:
     part.fill_(value)
 
 
-def only(report: Report) -> tuple[str, str, str, str]:
+def only(report: VerifyReport) -> tuple[str, str, str, str]:
     assert not report.sound
     (problem,) = report.problems
     return problem.file, problem.tensor, problem.what, problem.fix
@@ -381,7 +381,7 @@ def test_a_copy_of_a_folder_is_read_though_names_sizes_and_times_are_the_same(
         file.seek(-8192, os.SEEK_END)
         file.write(bytes(8192))
     os.utime(lost, ns=times)
-    reports: list[Report] = []
+    reports: list[VerifyReport] = []
     for place in ("one", "two"):  # like two commands in one folder, with the same name of the report
         with Working("verify", shown=False) as working:
             progress = Progress(tmp_path / "verify-kimi.shards.jsonl")

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from redline.bench.serving.records import Answer, Ask, Run
-from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.records import LoadRequest, LoadRun, TimedAnswer
+from redline.bench.serving.target import LoadPace, ServerTarget
 from redline.cli.bench import app, kept
 from tests.bench.serving.scripted import Scripted
 
@@ -34,8 +34,8 @@ def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     request, and the others one per gaps_s[server address]. Without a schedule requests wait for a free place."""
     real = kept.run_load
 
-    def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:
-        run, answers = real(target, asks, pace, watch), list[Answer]()
+    def load(target: ServerTarget, asks: list[LoadRequest], pace: LoadPace, watch: Any) -> LoadRun:
+        run, answers = real(target, asks, pace, watch), list[TimedAnswer]()
         free = [0.0] * (pace.max_concurrency or len(asks))
         for answer in run.answers:
             sent = heapq.heappop(free) if math.isinf(pace.rate) else answer.planned
@@ -53,9 +53,9 @@ def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stopped_after(loads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates Ctrl-C during the load that follows the first `loads` ones."""
-    real, ended = kept.run_load, list[Run]()
+    real, ended = kept.run_load, list[LoadRun]()
 
-    def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:
+    def load(target: ServerTarget, asks: list[LoadRequest], pace: LoadPace, watch: Any) -> LoadRun:
         ended.append(real(target, asks, pace, watch))
         if len(ended) <= loads:
             return ended[-1]

@@ -7,8 +7,8 @@ import pytest
 
 from redline.bench.serving import ready, saved
 from redline.bench.serving.accept import accept_sections
-from redline.bench.serving.ready import Drafting
-from redline.bench.serving.target import Target
+from redline.bench.serving.ready import DraftCounters
+from redline.bench.serving.target import ServerTarget
 from redline.errors import ConfigError
 from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import BROKEN, stopped_after, type_in
@@ -27,9 +27,11 @@ def test_acceptance_is_read_before_and_after_each_domain(
 ):
     """Counters that grow with the requests: 10 rounds of two draft tokens each; 8 first and 5 second ones accepted."""
 
-    def read(target: Target) -> Drafting:
+    def read(target: ServerTarget) -> DraftCounters:
         asked = len(server.log().requests)
-        return Drafting(drafts=10 * asked, tokens=20 * asked, accepted=13 * asked, accepted_at=(8 * asked, 5 * asked))
+        return DraftCounters(
+            drafts=10 * asked, tokens=20 * asked, accepted=13 * asked, accepted_at=(8 * asked, 5 * asked)
+        )
 
     monkeypatch.setattr(ready, "drafting", read)
     server.forget()

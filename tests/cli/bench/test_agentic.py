@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from redline.bench.serving import saved, traces
-from redline.bench.serving.agentic import Plan, Watch, agentic_sections
-from redline.bench.serving.target import Target
+from redline.bench.serving.agentic import ReplayPlan, Watch, agentic_sections
+from redline.bench.serving.target import ServerTarget
 from redline.cli.bench import agentic_run, app
 from redline.errors import ConfigError
 from tests.bench.serving.scripted import Scripted
@@ -59,7 +59,7 @@ def test_a_rate_of_sessions_and_an_end_by_the_clock(
             return limits[0]
         return timeout(seconds)
 
-    async def timed(target: Target, sessions: Any, plan: Plan, watch: Watch) -> Any:
+    async def timed(target: ServerTarget, sessions: Any, plan: ReplayPlan, watch: Watch) -> Any:
         def watched(done: int, running: int, failed: int) -> None:
             watch(done, running, failed)
             if done == 2:
@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_the_turns_that_were_answered(
 ):
     real = agentic_run._replay  # pyright: ignore[reportPrivateUsage]
 
-    async def interrupted(target: Target, sessions: Any, plan: Plan, watch: Watch) -> Any:
+    async def interrupted(target: ServerTarget, sessions: Any, plan: ReplayPlan, watch: Watch) -> Any:
         def watched(done: int, running: int, failed: int) -> None:
             watch(done, running, failed)
             if done == 2:
@@ -110,7 +110,7 @@ def test_a_server_that_fails_every_turn_is_reported_and_ends_with_1(server: Scri
 
 
 def test_a_trace_without_answers_can_only_be_live(server: Scripted, tmp_path: Path):
-    turn = traces.Turn(messages=({"role": "user", "content": "x"},), output_tokens=4)
+    turn = traces.AgentTurn(messages=({"role": "user", "content": "x"},), output_tokens=4)
     path = tmp_path / "trace.jsonl"
     path.write_bytes(traces.encode([traces.Session(session="a", turns=(turn, turn))]))
     with pytest.raises(ConfigError, match="turn 1 has no `answer`"):

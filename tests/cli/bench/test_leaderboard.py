@@ -6,7 +6,7 @@ import pytest
 
 from redline.bench.serving import ready, saved
 from redline.bench.serving.leaderboard import Workload, leaderboard_sections, prompts
-from redline.bench.serving.target import Target
+from redline.bench.serving.target import ServerTarget
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.errors import ConfigError
 from tests.bench.serving.scripted import Scripted
@@ -74,7 +74,7 @@ def test_a_leaderboard_that_is_stopped_keeps_what_it_has(
 
 
 def test_a_model_without_room_is_said_before_anything_is_asked(server: Scripted, monkeypatch: pytest.MonkeyPatch):
-    def room(target: Target) -> int:
+    def room(target: ServerTarget) -> int:
         return 4096
 
     monkeypatch.setattr(ready, "max_model_len", room)

@@ -1,12 +1,13 @@
 """A command line of `vllm bench serve` is accepted as its users write it; unsupported options are refused by name."""
 
 from base64 import b64encode
+from typing import Any
 
 import pytest
 
-from redline.bench.serving.target import Target
+from redline.bench.serving.target import ServerTarget
 from redline.cli.bench import options
-from redline.cli.bench.options import as_ours, goals, pairs, percentiles, target_of
+from redline.cli.bench.options import ServerFlags, as_ours, goals, pairs, percentiles
 from redline.errors import ConfigError
 
 KNOWN = {"--goodput", "--header", "--metadata", "--num-prompts", "--seed", "--save-result"}
@@ -16,6 +17,10 @@ KNOWN = {"--goodput", "--header", "--metadata", "--num-prompts", "--seed", "--sa
 def _no_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     monkeypatch.delenv("REDLINE_API_KEY", raising=False)
+
+
+def target_of(base_url: str | None = None, body: dict[str, Any] | None = None, **flags: Any) -> ServerTarget:
+    return ServerFlags(**flags).target(base_url, body=body)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +56,8 @@ def test_a_flag_of_vllms_that_is_not_served_is_refused_with_what_to_use(flag: st
         ({"base_url": "http://gateway/kimi"}, "http://gateway/kimi"),
     ],
 )
-def test_an_address_is_understood_however_it_is_written(given: dict[str, str], address: str):
-    assert target_of(**given).base_url == address  # pyright: ignore[reportArgumentType]
+def test_an_address_is_understood_however_it_is_written(given: dict[str, Any], address: str):
+    assert target_of(**given).base_url == address
 
 
 @pytest.mark.parametrize("url", ["http://", "ftp://host", "http://host:port", "http://host:0", "http://h?x=1", ""])
@@ -63,7 +68,7 @@ def test_what_is_no_address_is_refused(url: str):
 
 def test_the_path_says_the_backend_where_nothing_else_does():
     def spoken(**given: str) -> tuple[str, str]:
-        target = target_of(**given, otherwise="openai")  # pyright: ignore[reportArgumentType]
+        target = ServerFlags(**given).target(otherwise="openai")  # pyright: ignore[reportArgumentType]
         return target.backend, target.endpoint
 
     assert spoken() == ("openai", "")
@@ -77,10 +82,10 @@ def test_the_path_says_the_backend_where_nothing_else_does():
 def test_a_target_has_what_the_flags_say(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
     target = target_of(
-        model="folder/m", served_model_name="m", header=["X-A= b=c"], extra_body='{"top_k": 1}',
+        model="folder/m", served_model_name="m", header=("X-A= b=c",), extra_body='{"top_k": 1}',
         insecure=True, body={"top_k": 5, "top_p": 0.5},
     )  # fmt: skip
-    assert target == Target(
+    assert target == ServerTarget(
         base_url="http://127.0.0.1:8000", model="m", key="sk-1", headers={"X-A": "b=c"},
         body={"top_k": 1, "top_p": 0.5}, verify_tls=False,
     )  # fmt: skip

@@ -178,3 +178,20 @@ def test_warm_ups_for_which_there_are_no_prompts_are_told(server: Scripted):
 def test_vllms_flag_against_a_template_is_taken_since_none_is_put_around_a_prompt(server: Scripted, tmp_path: Path):
     done = typed(*words(server, prompts(tmp_path, "fast"), 1, "--skip-chat-template"))
     assert done.exit_code == 0, done.output
+
+
+def test_a_prompt_has_the_tokens_that_were_asked_for_as_the_server_counts_them(tmp_path: Path):
+    path = tmp_path / "result.json"
+    given = ["--num-prompts", "5", "--input-len", "128", "--output-len", "4", "--result-filename", str(path)]
+    with Scripted(Play(tokenizes=True)) as server:
+        done = typed("bench", "serve", "--base-url", server.url, *given)
+    assert done.exit_code == 0, done.output
+    assert "approximate" not in done.output
+    prompts = {answer.usage.prompt_tokens for answer in saved.read(path).answers if answer.usage}
+    assert prompts == {128}
+
+
+def test_a_model_that_the_server_does_not_serve_is_one_line_that_names_those_it_serves(server: Scripted):
+    done = typed("bench", "serve", "--base-url", server.url, "--model", "kimi-k9", "--num-prompts", "2")
+    assert done.exit_code == 1
+    assert f"--model kimi-k9: {server.url} serves scripted" in str(done.exception)

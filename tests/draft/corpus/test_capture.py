@@ -15,9 +15,18 @@ from safetensors import SafetensorError
 
 from redline.disk import alone
 from redline.draft.corpus import capture as room
-from redline.draft.corpus.capture import CaptureConfig, Sequence_, Stored, Streamed, capture, read_index, run, windows
-from redline.draft.corpus.corpus import About, Example, Writer, claim, read_examples
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.capture import (
+    CaptureConfig,
+    Sequence_,
+    StoredCapture,
+    StreamedCapture,
+    capture,
+    read_index,
+    run,
+    windows,
+)
+from redline.draft.corpus.corpus import About, CorpusWriter, Example, claim, read_examples
+from redline.draft.corpus.target import TargetModel
 from redline.errors import ConfigError
 from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import kernel_config, prompt
@@ -38,14 +47,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path) -> Target:
-    return Target.open(folder, torch.device("cpu"))
+def target(folder: Path) -> TargetModel:
+    return TargetModel.open(folder, torch.device("cpu"))
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
-    with Writer(path) as writer:
+    with CorpusWriter(path) as writer:
         for number, length in enumerate(LENGTHS):
             writer.append(example(number, length))
     return path
@@ -63,7 +72,7 @@ def change(config: CaptureConfig, **changes: object) -> CaptureConfig:
     return msgspec.structs.replace(config, **changes)
 
 
-def everything(source: Stored | Streamed, **order: int) -> list[Sequence_]:
+def everything(source: StoredCapture | StreamedCapture, **order: int) -> list[Sequence_]:
     return list(source.sequences(order.pop("epoch", 0), order.pop("seed", 0), **order))
 
 
@@ -84,9 +93,9 @@ def on_disk(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_what_is_stored_is_what_the_target_thinks(config: CaptureConfig, target: Target):
+def test_what_is_stored_is_what_the_target_thinks(config: CaptureConfig, target: TargetModel):
     capture(config, target)
-    found = {one.id: one for one in everything(Stored(Path(config.out), target.fingerprint))}
+    found = {one.id: one for one in everything(StoredCapture(Path(config.out), target.fingerprint))}
     assert len(found) == len(LENGTHS)
     for number, length in enumerate(LENGTHS):
         one = found[f"e{number}"]
@@ -99,18 +108,23 @@ def test_what_is_stored_is_what_the_target_thinks(config: CaptureConfig, target:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 32])
-def test_stored_and_streamed_are_the_same(config: CaptureConfig, corpus: Path, target: Target, max_tokens: int | None):
+def test_stored_and_streamed_are_the_same(
+    config: CaptureConfig, corpus: Path, target: TargetModel, max_tokens: int | None
+):
     capture(change(config, max_tokens=max_tokens), target)
-    stored, streamed = Stored(Path(config.out)), Streamed(target, read_examples(corpus).examples, max_tokens)
+    stored, streamed = (
+        StoredCapture(Path(config.out)),
+        StreamedCapture(target, read_examples(corpus).examples, max_tokens),
+    )
     assert stored.layer_ids == streamed.layer_ids
     for epoch in (0, 1):
         a, b = everything(stored, epoch=epoch), everything(streamed, epoch=epoch)
         assert all(same(*pair) for pair in zip(a, b, strict=True))
 
 
-def test_an_epoch_has_an_order_of_its_own_and_every_rank_its_part(config: CaptureConfig, target: Target):
+def test_an_epoch_has_an_order_of_its_own_and_every_rank_its_part(config: CaptureConfig, target: TargetModel):
     capture(config, target)
-    stored = Stored(Path(config.out))
+    stored = StoredCapture(Path(config.out))
     first = [one.id for one in everything(stored, epoch=0)]
     assert first == [one.id for one in everything(stored, epoch=0)]
     others = [[one.id for one in everything(stored, **order)] for order in ({"epoch": 1}, {"seed": 1})]
@@ -119,9 +133,9 @@ def test_an_epoch_has_an_order_of_its_own_and_every_rank_its_part(config: Captur
     assert parts == [first[0::3], first[1::3], first[2::3]]
 
 
-def test_windows_have_the_states_of_the_whole_sequence(config: CaptureConfig, target: Target):
+def test_windows_have_the_states_of_the_whole_sequence(config: CaptureConfig, target: TargetModel):
     capture(change(config, max_tokens=32), target)
-    found = [one for one in everything(Stored(Path(config.out))) if one.id == "e3"]
+    found = [one for one in everything(StoredCapture(Path(config.out))) if one.id == "e3"]
     ((features, _),) = target.features([list(prompt(3, 100))])
     assert [(one.start, len(one.tokens)) for one in found] == [(0, 32), (32, 32), (64, 32), (96, 4)]
     assert torch.equal(torch.cat([one.features for one in found]), features.flatten(1))
@@ -134,7 +148,7 @@ def test_windows_without_an_answer_are_left_out():
     assert windows(example(0, 100, start=100), None) == []
 
 
-def test_a_token_takes_the_bytes_that_are_announced(config: CaptureConfig, target: Target):
+def test_a_token_takes_the_bytes_that_are_announced(config: CaptureConfig, target: TargetModel):
     _, text = quietly(config)
     index = read_index(Path(config.out))
     assert index.bytes_per_token == 4 * target.config.hidden_size * 2 + 5
@@ -149,10 +163,10 @@ STEPS = ("save_file", "sync", "replace", "write_whole")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_kill_at_any_step_loses_and_doubles_nothing(
-    config: CaptureConfig, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
+    config: CaptureConfig, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
 ):
     capture(change(config, out=str(tmp_path / "whole")), target)
-    whole = everything(Stored(tmp_path / "whole"))
+    whole = everything(StoredCapture(tmp_path / "whole"))
     owner = Path if step == "replace" else room
     real: Callable[..., object] = getattr(owner, step)
 
@@ -180,13 +194,13 @@ def test_a_kill_at_any_step_loses_and_doubles_nothing(
     index = read_index(Path(config.out))
     ids = [id for shard in index.shards for id in shard.examples]
     assert sorted(ids) == sorted(f"e{number}" for number in range(len(LENGTHS)))
-    assert all(same(*pair) for pair in zip(everything(Stored(Path(config.out))), whole, strict=True))
+    assert all(same(*pair) for pair in zip(everything(StoredCapture(Path(config.out))), whole, strict=True))
     files = {path.name for path in Path(config.out).iterdir()}
     assert files == {"index.json", *(shard.file for shard in index.shards)}
 
 
 def test_ctrl_c_keeps_what_is_computed_and_the_next_run_goes_on(
-    config: CaptureConfig, target: Target, monkeypatch: pytest.MonkeyPatch
+    config: CaptureConfig, target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(target, "call_tokens", 100)
 
@@ -214,7 +228,7 @@ def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureC
 
 
 def test_the_folder_stays_within_its_disk_at_every_moment(
-    config: CaptureConfig, corpus: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+    config: CaptureConfig, corpus: Path, target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ):
     """Also during a replacement of the index, when the old and the new one exist. They are most of the bytes here:
     answers are short, and ids are long with characters that JSON escapes. Two examples per call, several calls per
@@ -241,7 +255,7 @@ def test_the_folder_stays_within_its_disk_at_every_moment(
     assert (stored[0], stored[-1]) == (0, 30)
 
 
-def test_a_shards_header_takes_no_more_than_is_counted_for_it(config: CaptureConfig, target: Target):
+def test_a_shards_header_takes_no_more_than_is_counted_for_it(config: CaptureConfig, target: TargetModel):
     for shard in capture(config, target).index.shards:
         with open(Path(config.out) / shard.file, "rb") as file:
             header = 8 + int.from_bytes(file.read(8), "little") + 8 * (len(shard.examples) + 1)
@@ -276,18 +290,18 @@ def test_a_full_disk_stops_with_one_line_and_the_next_run_goes_on(
     assert "in 2 shards; run the same command to resume" in text
     assert not [path for path in Path(config.out).iterdir() if path.name.endswith(".writing")]
     assert quietly(config)[0] == 0
-    assert len(everything(Stored(Path(config.out)))) == len(LENGTHS)
+    assert len(everything(StoredCapture(Path(config.out)))) == len(LENGTHS)
 
 
-def test_another_targets_capture_is_refused(config: CaptureConfig, target: Target, tmp_path: Path):
+def test_another_targets_capture_is_refused(config: CaptureConfig, target: TargetModel, tmp_path: Path):
     capture(config, target)
-    other = Target(target.model, "another")
+    other = TargetModel(target.model, "another")
     with pytest.raises(ConfigError, match=rf"captured with fingerprint {target.fingerprint}, this run has another"):
         capture(config, other)
     with pytest.raises(ConfigError, match="this one has another"):
-        Stored(Path(config.out), "another")
+        StoredCapture(Path(config.out), "another")
     with pytest.raises(ConfigError, match=r"captured with layer_ids \(0, 2, 3\), this run has \(0, 1, 2\)"):
-        capture(config, Target(target.model, target.fingerprint, (0, 1, 2)))
+        capture(config, TargetModel(target.model, target.fingerprint, (0, 1, 2)))
     with pytest.raises(ConfigError, match="captured with max_tokens None, this run has 16"):
         capture(change(config, max_tokens=16), target)
 
@@ -308,7 +322,7 @@ def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path:
 
 def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=30_000))
-    monkeypatch.setattr(Target, "open", None)
+    monkeypatch.setattr(TargetModel, "open", None)
     with pytest.raises(
         ConfigError, match=r"the states of 514 tokens take .* and 30 kB are free: make room, or store what fits"
     ):
@@ -319,12 +333,12 @@ def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfi
     assert quietly(config)[0] == 0, "all sequences are stored already"
 
 
-def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: Target):
+def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: TargetModel):
     capture(config, target)
     shard = Path(config.out) / "shard-00001.safetensors"
     shard.write_bytes(bytes(shard.stat().st_size))
     with pytest.raises(ConfigError, match=r"shard-00001.safetensors: damaged"):
-        everything(Stored(Path(config.out)))
+        everything(StoredCapture(Path(config.out)))
 
 
 def test_two_runs_do_not_write_one_capture(config: CaptureConfig):
@@ -332,19 +346,19 @@ def test_two_runs_do_not_write_one_capture(config: CaptureConfig):
         quietly(config)
 
 
-def test_a_shard_that_is_cut_or_gone_is_named(config: CaptureConfig, target: Target):
+def test_a_shard_that_is_cut_or_gone_is_named(config: CaptureConfig, target: TargetModel):
     capture(config, target)
     shard = Path(config.out) / "shard-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has [\d,]+ bytes; index\.json has"):
-        Stored(Path(config.out))
+        StoredCapture(Path(config.out))
     shard.unlink()
     with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has 0 bytes"):
-        Stored(Path(config.out))
+        StoredCapture(Path(config.out))
 
 
-def test_examples_that_give_nothing_are_named_and_counted(config: CaptureConfig, corpus: Path, target: Target):
-    with Writer(corpus) as writer:
+def test_examples_that_give_nothing_are_named_and_counted(config: CaptureConfig, corpus: Path, target: TargetModel):
+    with CorpusWriter(corpus) as writer:
         writer.append(example(20, 5, start=5))
         writer.append(Example(id="far", domain="code", tokens=(1, 2, 100_000), prompt=1, finish="stop"))
     corpus.write_bytes(corpus.read_bytes() + b"nothing\n")
@@ -352,17 +366,17 @@ def test_examples_that_give_nothing_are_named_and_counted(config: CaptureConfig,
     assert status == 0
     for reason in ("e20: it has no answer", "far: token id 100000", f"{corpus}, line 13", "3 examples were skipped"):
         assert reason in text
-    assert len(Streamed(target, read_examples(corpus).examples).skipped) == 2
+    assert len(StreamedCapture(target, read_examples(corpus).examples).skipped) == 2
 
 
-def test_sources_without_a_sequence_are_refused(tmp_path: Path, target: Target):
+def test_sources_without_a_sequence_are_refused(tmp_path: Path, target: TargetModel):
     with pytest.raises(ConfigError, match=r"index\.json: cannot be read"):
-        Stored(tmp_path)
+        StoredCapture(tmp_path)
     with pytest.raises(ConfigError, match="no example that the target supports"):
-        Streamed(target, [])
+        StreamedCapture(target, [])
 
 
-def test_what_no_index_names_is_removed_before_the_folder_grows(config: CaptureConfig, target: Target):
+def test_what_no_index_names_is_removed_before_the_folder_grows(config: CaptureConfig, target: TargetModel):
     folder = Path(config.out)
     folder.mkdir()
     for name in ("shard-00099.safetensors", ".shard-00000.safetensors.writing", "notes.txt"):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from redline.disk import alone, human
-from redline.draft.corpus.corpus import Example, Reader, Writer, mend, read_examples
+from redline.draft.corpus.corpus import CorpusReader, CorpusWriter, Example, mend, read_examples
 from redline.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def example(id: str = "a", **changes: object) -> Example:
 
 
 def write(path: Path, *examples: Example) -> Path:
-    with Writer(path) as writer:
+    with CorpusWriter(path) as writer:
         for one in examples:
             writer.append(one)
     return path
@@ -55,7 +55,7 @@ def test_a_line_that_is_no_example_is_named_with_its_place(tmp_path: Path):
 
 def test_a_second_file_does_not_repeat_the_first(tmp_path: Path):
     first, second = write(tmp_path / "1", example("a")), write(tmp_path / "2", example("a"), example("b"))
-    reader = Reader(first, second)
+    reader = CorpusReader(first, second)
     assert [one.id for one in reader] == ["a", "b"]
     assert reader.skipped == [f"{second}, line 1: duplicate id 'a'"]
     assert reader.done == reader.size
@@ -94,7 +94,7 @@ def test_a_full_disk_leaves_no_half_of_a_line(tmp_path: Path, monkeypatch: pytes
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data[:40])
 
-    with Writer(path) as writer:
+    with CorpusWriter(path) as writer:
         monkeypatch.setattr(os, "write", little_room)
         with pytest.raises(OSError, match="No space"):
             writer.append(example("b"))
@@ -103,9 +103,9 @@ def test_a_full_disk_leaves_no_half_of_a_line(tmp_path: Path, monkeypatch: pytes
 
 def test_two_processes_do_not_write_one_corpus(tmp_path: Path):
     path = tmp_path / "corpus.jsonl"
-    with Writer(path) as writer:
+    with CorpusWriter(path) as writer:
         writer.append(example("a"))
-        for second in (Writer, mend):
+        for second in (CorpusWriter, mend):
             with pytest.raises(ConfigError, match="another process is writing it"):
                 second(path)
         assert [one.id for one in read_examples(path).examples] == ["a"]  # reading needs no lock
@@ -115,7 +115,7 @@ def test_two_processes_do_not_write_one_corpus(tmp_path: Path):
 
 def test_what_fails_before_its_first_example_leaves_no_file(tmp_path: Path):
     def failing(path: Path, *examples: Example) -> None:
-        with Writer(path) as writer:
+        with CorpusWriter(path) as writer:
             for one in examples:
                 writer.append(one)
             raise ZeroDivisionError

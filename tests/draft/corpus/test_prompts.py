@@ -9,14 +9,14 @@ import pytest
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
-from redline.draft.corpus.prompts import DOMAINS, Prompt, prompts, read_prompts
+from redline.draft.corpus.prompts import DOMAINS, PromptLine, prompts, read_prompts
 from redline.errors import ConfigError
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 SHORT = (200, 400)
 
 
-def said(prompt: Prompt) -> str:
+def said(prompt: PromptLine) -> str:
     return prompt.messages[-1].content or ""
 
 

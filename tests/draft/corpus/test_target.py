@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.target import TargetModel
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
@@ -14,8 +14,8 @@ from tests.tiny_model import VOCABULARY, job, kernel_config, prompt, run_alone, 
 LENGTHS = (5, 64, 65, 130, 1, 200)
 
 
-def target(**options: object) -> Target:
-    return Target(tiny_model(), "tiny", **options)  # type: ignore[arg-type]
+def target(**options: object) -> TargetModel:
+    return TargetModel(tiny_model(), "tiny", **options)  # type: ignore[arg-type]
 
 
 def sequences(*lengths: int) -> list[list[int]]:
@@ -69,7 +69,7 @@ def test_what_opens_has_the_checkpoints_fingerprint_and_embeddings(tmp_path: Pat
     config = kernel_config()
     random_checkpoint(tmp_path, config)
     read: list[tuple[int, int]] = []
-    opened = Target.open(tmp_path, torch.device("cpu"), progress=lambda done, total: read.append((done, total)))
+    opened = TargetModel.open(tmp_path, torch.device("cpu"), progress=lambda done, total: read.append((done, total)))
     checkpoint = Checkpoint.open(tmp_path)
     assert opened.fingerprint == checkpoint.fingerprint
     assert torch.equal(opened.head, checkpoint.plain("lm_head.weight").bfloat16())

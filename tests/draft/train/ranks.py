@@ -18,7 +18,7 @@ from rich.console import Console
 
 from redline.draft.train import train as training
 from redline.draft.train.batches import is_held_out
-from redline.draft.train.budget import Budget
+from redline.draft.train.budget import TrainBudget
 from redline.draft.train.train import TrainConfig, train
 from redline.draft.train.trainer import Recipe, Trainer
 from redline.model.k2.checkpoint import Checkpoint
@@ -47,7 +47,7 @@ def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
     torch.set_num_threads(1)
     source = Even(sequences(Checkpoint.open(target).plain("lm_head.weight"), [32] * 50))
     recipe = Recipe(
-        budget=Budget(steps=steps),
+        budget=TrainBudget(steps=steps),
         tokens_per_batch=256,
         accumulate=2,
         max_length=32,

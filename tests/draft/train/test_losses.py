@@ -6,7 +6,7 @@ from torch import Tensor
 
 from redline.draft.train import losses
 from redline.draft.train.batches import collate, groups
-from redline.draft.train.losses import Rows, Targets
+from redline.draft.train.losses import PredictionRows, TrainTargets
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from tests.draft.train.captured import VOCABULARY, Given, sequences, target_config
 
@@ -23,7 +23,7 @@ def drafter_of(vocabulary: int | None = -1) -> Eagle3:
     return drafter
 
 
-def batch_of(*lengths: int, answer: int = 4) -> tuple[list[Tensor], Targets, int]:
+def batch_of(*lengths: int, answer: int = 4) -> tuple[list[Tensor], TrainTargets, int]:
     """(normed of each step [B, T, D], targets, sequences)"""
     batch = collate(sequences(HEAD, lengths, answer=answer), 4096, 1)
     torch.manual_seed(3)
@@ -126,13 +126,13 @@ def test_the_gradient_of_lk_leaves_its_weight_alone():
     torch.testing.assert_close(leaves[1].grad[0, row], hidden.grad, rtol=1e-4, atol=1e-6)
 
 
-def figures(loss: Tensor, gap: Tensor, kept: Tensor) -> Rows:
-    return Rows(kept, kept, loss, loss, kept, gap)
+def figures(loss: Tensor, gap: Tensor, kept: Tensor) -> PredictionRows:
+    return PredictionRows(kept, kept, loss, loss, kept, gap)
 
 
 def test_every_sequence_weighs_the_same_however_long():
     sequence = torch.tensor([0, 1, 1, 1, 1])
-    targets = Targets(sequence, sequence, sequence, HEAD[:5])
+    targets = TrainTargets(sequence, sequence, sequence, HEAD[:5])
     loss = torch.tensor([[5.0, 1, 1, 1, 1]])
     kept = torch.ones(1, 5, dtype=torch.bool)
     found = losses.per_sequence(figures(loss, torch.zeros(1, 5), kept), targets, 2, [1.0], 0.0)
@@ -141,7 +141,7 @@ def test_every_sequence_weighs_the_same_however_long():
 
 def test_focus_moves_weight_to_gaps_within_a_sequence():
     sequence = torch.tensor([0, 0, 1])
-    targets = Targets(sequence, sequence, sequence, HEAD[:3])
+    targets = TrainTargets(sequence, sequence, sequence, HEAD[:3])
     loss, gap = torch.tensor([[1.0, 4.0, 2.0]]), torch.tensor([[0.0, 0.5, 0.9]])
     kept = torch.ones(1, 3, dtype=torch.bool)
     found = losses.per_sequence(figures(loss, gap, kept), targets, 2, [1.0], 2.0)
@@ -150,7 +150,7 @@ def test_focus_moves_weight_to_gaps_within_a_sequence():
 
 def test_later_steps_weigh_less_and_what_is_not_kept_nothing():
     sequence = torch.tensor([0, 0])
-    targets = Targets(sequence, sequence, sequence, HEAD[:2])
+    targets = TrainTargets(sequence, sequence, sequence, HEAD[:2])
     loss = torch.tensor([[1.0, 9.0], [4.0, torch.nan]])
     kept = torch.tensor([[True, False], [True, False]])
     found = losses.per_sequence(figures(loss, torch.zeros(2, 2), kept), targets, 1, [1.0, 0.5], 0.0)
@@ -159,10 +159,12 @@ def test_later_steps_weigh_less_and_what_is_not_kept_nothing():
 
 def test_the_length_is_of_rows_whose_drafts_all_hold_not_a_product_of_means():
     """Two rows: one always right, one never. The product of means is 1 + 1/2 + 1/4; half of the rows give 2 more."""
-    targets = Targets(torch.tensor([2, 3, 12, 13]), torch.tensor([2, 3, 2, 3]), torch.tensor([0, 0, 1, 1]), HEAD[:4])
+    targets = TrainTargets(
+        torch.tensor([2, 3, 12, 13]), torch.tensor([2, 3, 2, 3]), torch.tensor([0, 0, 1, 1]), HEAD[:4]
+    )
     valid = targets.places_N >= torch.tensor([[2], [3]])
     hit = torch.tensor([[True, True, False, False]] * 2) & valid
-    rows = Rows(valid, valid, torch.zeros(2, 4), hit.float(), hit, torch.zeros(2, 4))
+    rows = PredictionRows(valid, valid, torch.zeros(2, 4), hit.float(), hit, torch.zeros(2, 4))
     found = losses.measured(losses.count(rows, targets, 20))
     assert found.agreement == [0.5, 0.5]
     assert (found.length(), found.length(1), found.length_sampled()) == (2.0, 1.5, 2.0)

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from redline.draft.extra import needs
 from redline.draft.train import train_state
 from redline.draft.train.batches import is_held_out
-from redline.draft.train.budget import Budget, Reached, rate
+from redline.draft.train.budget import Reached, TrainBudget, rate
 from redline.draft.train.curve import write_curve
-from redline.draft.train.train import Journal, Sizes, TrainConfig, check, open_source, run, train
+from redline.draft.train.train import DrafterSizes, Journal, TrainConfig, check, open_source, run, train
 from redline.draft.train.trainer import Recipe, Trainer
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3
@@ -50,7 +50,7 @@ def source(target: Path, *lengths: int) -> Given:
 def config_of(target: Path, out: Path, steps: int, **recipe: Any) -> TrainConfig:
     values = {"tokens_per_batch": 256, "max_length": 48, "steps_ahead": 2, "pool": 3, "held_out": 0.1, "lr": 3e-3}
     values |= {"log_every": 2, "measure_every": 4, "keep_every": 3, "accumulate": 2}
-    budget = Budget(steps=steps)
+    budget = TrainBudget(steps=steps)
     return TrainConfig(
         target=str(target), out=str(out), capture="unread", recipe=Recipe(budget=budget, **values | recipe)
     )
@@ -135,7 +135,7 @@ def test_a_budget_of_tokens_counts_those_of_sequences_and_ends_the_training_that
 ):
     given = source(target, 20, 30, 40)
     config = config_of(target, tmp_path, 40, held_out=0.0, pool=1, log_every=1, accumulate=1, tokens_per_batch=90)
-    budget = Budget(steps=40, tokens=200)
+    budget = TrainBudget(steps=40, tokens=200)
     config = msgspec.structs.replace(config, recipe=msgspec.structs.replace(config.recipe, budget=budget))
     assert train(config, given, LAYERS, QUIET) == 0
     log = [json.loads(line) for line in (tmp_path / "training" / "log.jsonl").read_text().splitlines()]
@@ -168,7 +168,7 @@ def test_a_drafter_may_begin_where_another_ended_and_is_held_near_it(target: Pat
 
 
 def test_a_narrow_latent_is_written_as_wide_as_the_targets(target: Path, tmp_path: Path):
-    config = msgspec.structs.replace(config_of(target, tmp_path, 2), drafter=Sizes(kv_lora_rank=8))
+    config = msgspec.structs.replace(config_of(target, tmp_path, 2), drafter=DrafterSizes(kv_lora_rank=8))
     assert train(config, source(target), LAYERS, QUIET) == 0
     wide = target_config().kv_lora_rank
     assert json.loads((tmp_path / "config.json").read_text())["kv_lora_rank"] == wide == 32
@@ -180,7 +180,7 @@ def test_a_narrow_latent_is_written_as_wide_as_the_targets(target: Path, tmp_pat
 @pytest.mark.parametrize("loss", ["kl", "lk"])
 def test_a_reduced_vocabulary_is_the_most_frequent_tokens_of_answers(target: Path, tmp_path: Path, loss: Any):
     config = config_of(target, tmp_path, 2, loss=loss, focus=1.0)
-    config = msgspec.structs.replace(config, drafter=Sizes(architecture="llama", draft_vocab_size=40))
+    config = msgspec.structs.replace(config, drafter=DrafterSizes(architecture="llama", draft_vocab_size=40))
     given = source(target)
     train(config, given, LAYERS, QUIET)
     drafter = Eagle3.open(tmp_path, target_config())
@@ -241,21 +241,21 @@ def test_a_damaged_state_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"budget": Budget()}, "recipe.budget is empty"),
-        ({"budget": Budget(seconds=-1.0)}, "recipe.budget.seconds is -1.0"),
+        ({"budget": TrainBudget()}, "recipe.budget is empty"),
+        ({"budget": TrainBudget(seconds=-1.0)}, "recipe.budget.seconds is -1.0"),
         ({"lr": 0.0}, "recipe.lr is 0.0"),
         ({"held_out": 1.0}, "recipe.held_out is 1.0"),
         ({"tokens_per_batch": 10}, "recipe.tokens_per_batch is 10"),
         ({"focus": -1.0}, "recipe.focus is -1.0"),
         ({"lr": math.nan}, "recipe.lr is nan"),
-        ({"budget": Budget(seconds=math.inf)}, "recipe.budget.seconds is inf"),
+        ({"budget": TrainBudget(seconds=math.inf)}, "recipe.budget.seconds is inf"),
         ({"l2_sp": math.nan}, "recipe.l2_sp is nan"),
         ({"betas": (0.9, 1.0)}, r"recipe.betas is \[0.9, 1.0\]"),
         ({"seed": -1}, "recipe.seed is -1"),
     ],
 )
 def test_a_wrong_field_is_named(recipe: dict[str, Any], message: str):
-    good = {"budget": Budget(steps=1)}
+    good = {"budget": TrainBudget(steps=1)}
     with pytest.raises(ConfigError, match=message):
         check(TrainConfig(target="t", out="o", capture="c", recipe=Recipe(**good | recipe)))
 
@@ -263,10 +263,10 @@ def test_a_wrong_field_is_named(recipe: dict[str, Any], message: str):
 @pytest.mark.parametrize("sizes", [{"intermediate_size": 0}, {"draft_vocab_size": -1}, {"draft_vocab_size": 65}])
 def test_a_size_that_no_drafter_of_this_target_has_is_named(target: Path, sizes: dict[str, int]):
     (key,) = sizes
-    good = TrainConfig(target=str(target), out="o", capture="c", recipe=Recipe(budget=Budget(steps=1)))
+    good = TrainConfig(target=str(target), out="o", capture="c", recipe=Recipe(budget=TrainBudget(steps=1)))
     check(good)
     with pytest.raises(ConfigError, match=f"drafter.{key} is {sizes[key]}"):
-        check(msgspec.structs.replace(good, drafter=Sizes(**sizes)))
+        check(msgspec.structs.replace(good, drafter=DrafterSizes(**sizes)))
 
 
 def test_training_does_not_begin_where_its_state_has_no_room(
@@ -302,14 +302,14 @@ def test_ctrl_c_before_the_first_step_is_one_line(target: Path, tmp_path: Path, 
 def test_one_source_is_named_and_no_more():
     for places in ({}, {"capture": "a", "corpus": ("b",)}):
         with pytest.raises(ConfigError, match="expected exactly one of `capture`"):
-            check(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1)), **places))
+            check(TrainConfig(target="t", out="o", recipe=Recipe(budget=TrainBudget(steps=1)), **places))
 
 
 def test_what_is_not_installed_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None if name == "accelerate" else name)
     command = re.escape(f"{sys.executable} -m pip install 'redline[draft]'")
     with pytest.raises(ConfigError, match=f"^accelerate is not installed: {command}$"):
-        run(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1))), QUIET)
+        run(TrainConfig(target="t", out="o", recipe=Recipe(budget=TrainBudget(steps=1))), QUIET)
     needs("matplotlib")
 
 
@@ -322,9 +322,9 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_nothing_with_the_first_bud
     assert [rate(x, 0.1) for x in (0.0, 0.05, 0.1, 1.0)] == pytest.approx([0, 0.5, 1, 0])
     assert rate(0.55, 0.1) == pytest.approx(0.5)
     reached = Reached().next(10, 1000, 5.0)
-    assert reached.share(10, Budget(steps=40, tokens=2000)) == 0.5
-    assert reached.share(12, Budget(tokens=2000)) == 0.6, "between synchronisations the last value is used"
-    assert reached.share(20, Budget(seconds=10.0)) == 1.0
+    assert reached.share(10, TrainBudget(steps=40, tokens=2000)) == 0.5
+    assert reached.share(12, TrainBudget(tokens=2000)) == 0.6, "between synchronisations the last value is used"
+    assert reached.share(20, TrainBudget(seconds=10.0)) == 1.0
 
 
 def test_a_folder_that_holds_another_training_is_refused(target: Path, tmp_path: Path):
@@ -345,10 +345,10 @@ def test_lines_that_are_no_example_are_named_when_the_target_runs_beside(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        "redline.draft.corpus.target.Target.open", lambda *given: SimpleNamespace(fingerprint="f", layer_ids=())
+        "redline.draft.corpus.target.TargetModel.open", lambda *given: SimpleNamespace(fingerprint="f", layer_ids=())
     )
     monkeypatch.setattr(
-        "redline.draft.corpus.capture.Streamed", lambda target, examples: SimpleNamespace(skipped=["x: far"])
+        "redline.draft.corpus.capture.StreamedCapture", lambda target, examples: SimpleNamespace(skipped=["x: far"])
     )
     corpus, screen = tmp_path / "corpus.jsonl", io.StringIO()
     corpus.write_text("nothing\n")

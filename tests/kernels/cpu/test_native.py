@@ -88,7 +88,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert not look_for_library()
     assert native.why_not() == f"the CPU kernels did not build (cannot find <vector>): {SLOWER}"
     assert native.must_build()
-    assert not any((tmp_path / "cache" / "redline").iterdir())
+    assert [path.name for path in (tmp_path / "cache" / "redline").iterdir()] == [native.LOCK]
 
 
 def test_a_compiler_that_makes_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -147,16 +147,11 @@ def test_a_library_that_is_none_is_built_anew(monkeypatch: pytest.MonkeyPatch, t
     assert library.stat().st_size == Path(whole).stat().st_size
 
 
-def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each fake compiler finishes only after the other one has started."""
-    started = tmp_path / "started"
-    started.mkdir()
+def test_of_two_processes_one_builds_and_the_other_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiled = tmp_path / "compiled"
     body = f"""
         case "$*" in *--version*) echo 1; exit;; esac
-        case "$*" in *-fsyntax-only*)
-            touch {started}/$$
-            until [ $(ls {started} | wc -l) -ge 2 ]; do sleep 0.01; done;;
-        esac
+        echo "$@" >> {compiled}
         case "$*" in *-shared*) from={built_library()};; *) from=/dev/null;; esac
         while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
     """
@@ -166,8 +161,9 @@ def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch
         assert list(pool.map(lambda _: look_for_library(), range(2))) == [True, True]
     assert not native.must_build()
     assert native.why_not() is None
+    assert len(compiled.read_text().splitlines()) == 1 + len(native.SOURCES) + 1  # layouts, sources, link
     left = sorted(path.suffix for path in (tmp_path / "cache" / "redline").iterdir())
-    assert left == [".o"] * len(native.SOURCES) + [".so"]
+    assert left == [".lock", *[".o"] * len(native.SOURCES), ".so"]
 
 
 def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -217,7 +213,7 @@ def test_a_library_whose_records_lie_otherwise_is_not_built(
     reason = native.why_not()
     assert reason is not None
     assert re.search(r"the CPU kernels did not build \(.*error: .*the (size|place) of \w+", reason), reason
-    assert not any((tmp_path / "cache" / "redline").iterdir())
+    assert [path.name for path in (tmp_path / "cache" / "redline").iterdir()] == [native.LOCK]
 
 
 def test_a_caller_in_cpp_gives_every_field():

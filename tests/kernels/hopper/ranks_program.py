@@ -1,5 +1,5 @@
-"""The ranks of `test_cuda_ranks.py`, one process each: launches kernels that several ranks take part in, and checks
-their results.
+"""The ranks of `test_cuda_all_reduce.py`, one process each: launches kernels of several ranks and checks their
+results.
 
 usage: ranks_program.py FILE RANKS ROUNDS      FILE holds the inboxes of all ranks. Prints a line for each rank.
        ranks_program.py FILE RANKS absent      The last rank never arrives: prints the rank that each of the others
@@ -21,18 +21,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.collectives.all_gather import all_gather, all_gather_queries
+from redline.kernels.hopper.collectives.all_reduce import AllReduceArgs, all_reduce
+from redline.kernels.hopper.collectives.rank_links import ATTENTION, MOST_TOKENS, RankLinks, Rooms, new_control
+from redline.kernels.hopper.collectives.share_latents import share_latents
 from redline.kernels.hopper.decode.dense import random_x
 from redline.kernels.hopper.decode.experts_down import ExpertsDownArgs, experts_down
 from redline.kernels.hopper.decode.experts_up import encode_h, some_pairs
-from redline.kernels.hopper.decode.gather_ranks import gather_queries, gather_ranks
 from redline.kernels.hopper.decode.project_a import ProjectAArgs, project_a
 from redline.kernels.hopper.decode.project_out import ProjectOutArgs, project_out
-from redline.kernels.hopper.decode.share_latents import share_latents
-from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Rooms, new_control
+from tests.emulator.emulator import emulation
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # columns and rows of an all-gather
@@ -132,7 +132,7 @@ def experts(round_: int, tokens: int, links: RankLinks) -> Tensor:
 
 
 def sums(round_: int, tokens: int, links: RankLinks) -> Tensor:
-    """Run `sum_ranks` on inputs that contain minus zeros; -> the residual after the all-reduce."""
+    """Run `all_reduce` on inputs that contain minus zeros; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
 
@@ -142,11 +142,11 @@ def sums(round_: int, tokens: int, links: RankLinks) -> Tensor:
         return both[0], both[1]
 
     partial, routed = part(links.rank)
-    got, x, squares = sum_ranks(partial, residual, gamma, routed, links, ATTENTION)
+    got, x, squares = all_reduce(partial, residual, gamma, routed, links, ATTENTION)
     want = residual
     for rank in range(links.ranks):
         partial, routed = part(rank)
-        want = sum_ranks.op.reference(SumRanksArgs(partial, want, gamma, routed))[0]
+        want = all_reduce.op.reference(AllReduceArgs(partial, want, gamma, routed))[0]
     near(got, want)
     near(x, want * gamma)
     near(squares.sum(0)[:tokens], want.square().sum(1))
@@ -155,11 +155,11 @@ def sums(round_: int, tokens: int, links: RankLinks) -> Tensor:
 
 def gathered(round_: int, links: RankLinks) -> None:
     parts = [torch.randn(ROWS, COLUMNS, generator=generator(round_, rank)) for rank in range(links.ranks)]
-    assert torch.equal(gather_ranks(parts[links.rank], links), torch.cat(parts, 1))
+    assert torch.equal(all_gather(parts[links.rank], links), torch.cat(parts, 1))
 
 
 def queries(round_: int, tokens: int, links: RankLinks) -> None:
-    """Run `gather_queries` on pairs that hold zeros of both signs in every place."""
+    """Run `all_gather_queries` on pairs that hold zeros of both signs in every place."""
 
     def part(rank: int) -> Tensor:
         g = generator(round_, rank)
@@ -167,7 +167,7 @@ def queries(round_: int, tokens: int, links: RankLinks) -> None:
         return (torch.randn(signs.shape, generator=g) * signs).bfloat16()
 
     parts = [part(rank) for rank in range(links.ranks)]
-    assert torch.equal(gather_queries(parts[links.rank], links), torch.cat(parts, 1))
+    assert torch.equal(all_gather_queries(parts[links.rank], links), torch.cat(parts, 1))
 
 
 def latents(round_: int, tokens: int, splits: int, links: RankLinks) -> None:
@@ -239,7 +239,7 @@ def without_the_last(file: Path, rank: int, ranks: int) -> str:
     links = replace(links_of(file, rank, ranks, seconds=0.05), shots=2)
     x = torch.randn(ranks, HIDDEN)  # one token per owner
     with in_step(file, rank, ranks - 1), emulation():
-        got, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
+        got, *_ = all_reduce(x, x, x[0], None, links, ATTENTION)
     return f"{int(links.control[1]) - 1} {bool(got.isnan().all())}"
 
 

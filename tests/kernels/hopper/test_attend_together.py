@@ -11,11 +11,11 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
-from redline.kernels.hopper.decode.attend import AttendArgs, Plan, attend, plan, predicted, random_context
-from redline.kernels.hopper.decode.share_latents import gain
+from redline.kernels.hopper.collectives.share_latents import gain
+from redline.kernels.hopper.decode.attend import AttendArgs, AttentionPlan, attend, plan, predicted, random_context
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn
@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def by_plan(monkeypatch: pytest.MonkeyPatch, rows: int, splits: int, together: int) -> None:
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(rows, splits, together))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(rows, splits, together))
 
 
 def emulated(args: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ def test_together_is_chosen_where_it_takes_fewer_blocks_and_less_time(
 
 
 def test_ranks_of_few_heads_verify_drafts_together_and_whole_models_apart():
-    assert plan(3, 16, 32768, 3) == Plan(64, 128, 3)
+    assert plan(3, 16, 32768, 3) == AttentionPlan(64, 128, 3)
     assert predicted(3, 16, 32768, 3) < 0.75 * predicted(3, 16, 32768)
     assert plan(3, 16, 10240, 3).together == 1, "with few heads, combining the splits costs what grouping saves"
     assert plan(3, 32, 10240, 3).together == 3

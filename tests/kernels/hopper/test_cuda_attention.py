@@ -8,14 +8,14 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu.panels import Matrix
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.absorb import absorb
-from redline.kernels.hopper.decode.attend import MAX_WAVES, SMS, Plan, attend, plan, random_context
+from redline.kernels.hopper.decode.attend import MAX_WAVES, SMS, AttentionPlan, attend, plan, random_context
 from redline.kernels.hopper.decode.unabsorb import MAX_SPLITS, unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.mla import MlaWeights, mla_decode
 from redline.ops.op import Case
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn
@@ -76,7 +76,7 @@ def test_attention_over_a_split_is_its_reference(case: Case):
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_a_split_goes_through_its_pages(monkeypatch: pytest.MonkeyPatch, splits: int, rows: int, dtype: torch.dtype):
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(rows, splits))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(rows, splits))
     check_attend(random_context(generator(), (250, 3), 4, dtype=dtype))
 
 
@@ -90,7 +90,7 @@ def test_blocks_of_64_rows_are_multiplied_by_warpgroups():
 @pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_heads_fill_blocks_or_parts_of_them(monkeypatch: pytest.MonkeyPatch, heads: int, rows: int, dtype: torch.dtype):
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(rows, 1))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(rows, 1))
     check_attend(random_context(generator(), (70,), heads, dtype=dtype))
 
 
@@ -152,7 +152,7 @@ def test_a_query_without_context_gets_zeros():
 @pytest.mark.usefixtures("either_kernel")
 def test_company_does_not_matter_to_a_query(monkeypatch: pytest.MonkeyPatch):
     """For a given number of splits, the bits depend on the query alone; so do those of `absorb` and `unabsorb`."""
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, 2))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(16, 2))
     g = generator()
     q, tokens, slots, lengths, *rest = random_context(g, (150, 64, 9), 4, verify=3)._replace(positions=1)
     w_uv = Tiled.prepare(torch.randn(4, 128, 512, generator=g).to(torch.bfloat16))
@@ -201,15 +201,30 @@ def test_blocks_fill_the_chip_and_no_split_is_shorter_than_a_page(queries: int, 
 def test_a_long_context_takes_the_whole_chip_and_a_short_one_small_blocks():
     assert plan(1, 64, 1024).rows < plan(1, 64, 32768).rows == 64
     assert plan(1, 64, 32768).splits == 128
-    assert plan(8, 64, 8192) == Plan(64, 16)
+    assert plan(8, 64, 8192) == AttentionPlan(64, 16)
 
 
 # Microseconds of `attend` on an NVIDIA H200, by shape (queries, length): 64 heads, bf16 pages, blocks of warps.
 MEASURED = {
-    (1, 1025): {Plan(16, 17): 5.6, Plan(32, 17): 6.8, Plan(16, 8): 9.0, Plan(32, 8): 12.9},
-    (4, 1025): {Plan(32, 17): 11.6, Plan(16, 8): 9.6, Plan(32, 9): 10.2, Plan(16, 17): 10.3},
-    (1, 8193): {Plan(32, 128): 12.1, Plan(32, 66): 12.2, Plan(16, 33): 12.8, Plan(32, 43): 15.0},
-    (1, 32769): {Plan(32, 66): 32.6, Plan(32, 132): 37.0, Plan(16, 33): 39.0},
+    (1, 1025): {
+        AttentionPlan(16, 17): 5.6,
+        AttentionPlan(32, 17): 6.8,
+        AttentionPlan(16, 8): 9.0,
+        AttentionPlan(32, 8): 12.9,
+    },
+    (4, 1025): {
+        AttentionPlan(32, 17): 11.6,
+        AttentionPlan(16, 8): 9.6,
+        AttentionPlan(32, 9): 10.2,
+        AttentionPlan(16, 17): 10.3,
+    },
+    (1, 8193): {
+        AttentionPlan(32, 128): 12.1,
+        AttentionPlan(32, 66): 12.2,
+        AttentionPlan(16, 33): 12.8,
+        AttentionPlan(32, 43): 15.0,
+    },
+    (1, 32769): {AttentionPlan(32, 66): 32.6, AttentionPlan(32, 132): 37.0, AttentionPlan(16, 33): 39.0},
 }
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.decode.choose_experts import Pairs
 from redline.kernels.hopper.decode.embed import embed
@@ -18,6 +17,7 @@ from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.layouts.tiled import Tiled, Tiled8
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.usefixtures("poison")

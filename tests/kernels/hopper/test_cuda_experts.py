@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.choose_experts import READY, Pairs, choose_experts, list_pairs
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, experts_up, random_x
@@ -27,6 +26,7 @@ from redline.kernels.hopper.layouts.records import (
 )
 from redline.ops.moe import Routed, moe
 from redline.ops.op import Case
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 pytestmark = [

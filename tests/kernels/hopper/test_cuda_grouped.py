@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.layouts.records import KINDS, Kind, Records, random_experts
 from redline.kernels.hopper.prefill.grouped import grouped_experts, rtol_of
 from redline.kernels.hopper.prefill.sort_pairs import WIDEST, sort_pairs, tile_width
 from redline.ops.op import Case
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper import driver
 from redline.kernels.hopper import kernel as kernel_module
 from redline.kernels.hopper.kernel import HERE, CudaKernel, LaunchRecord, launch_record, launched_by
-from redline.kernels.record import Record, layout_check, record
+from redline.kernels.record import ArgumentStruct, layout_check, record
+from tests.emulator.emulator import emulation
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
 EMBED = launch_record("decode/embed.cu", "EmbedLaunch")
@@ -24,7 +24,7 @@ def given(**others: Any) -> dict[str, Any]:
     return {**floats, **bf16, "ids": torch.zeros(1).long(), "squares": torch.zeros(1, 8), "tokens": 1, **others}
 
 
-def kernel(args: type[Record]) -> CudaKernel:
+def kernel(args: type[ArgumentStruct]) -> CudaKernel:
     sizes = {"HIDDEN": 128, "HIDDEN_PADDED": 128}
     return CudaKernel("decode/embed.cu", "embed", args, sizes, shared=0, threads=256)
 

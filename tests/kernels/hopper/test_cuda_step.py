@@ -12,7 +12,6 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
@@ -40,7 +39,8 @@ from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case
-from redline.run.drafting.suffix import Suffix
+from redline.run.drafting.suffix import SuffixIndex
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 pytestmark = [
@@ -191,7 +191,7 @@ def test_the_device_finds_what_the_host_finds():
         slots.drafted[0] = slots.by[0] = 0
         results = torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64)
         results[0, NEW] = 1
-        host = Suffix()
+        host = SuffixIndex()
         host.extend(text.tolist())
         tokens, _ = host.propose(MOST_DRAFTS)
         suffix_match.op.reference(suffix_match.op.args(plan, slots, results))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from redline.kernels.hopper.decode.share_latents import divides, gain
-from redline.kernels.hopper.ranks import RankLinks, Rooms
+from redline.kernels.hopper.collectives.rank_links import RankLinks, Rooms
+from redline.kernels.hopper.collectives.share_latents import divides, gain
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "divided-contexts-h200.json"
 HEADS, RANK = 32, 512  # Kimi's sizes for one of two ranks

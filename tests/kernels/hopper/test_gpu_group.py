@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from redline.errors import ConfigError, RankLost
-from redline.kernels.hopper import driver, group
-from redline.kernels.hopper.group import GpuGroup
-from redline.kernels.hopper.ranks import UNSENT, new_control, rooms_of
+from redline.kernels.hopper import driver
+from redline.kernels.hopper.collectives import gpu_group as group
+from redline.kernels.hopper.collectives.gpu_group import GpuGroup
+from redline.kernels.hopper.collectives.rank_links import UNSENT, new_control, rooms_of
 from tests.seeds import fresh_generator
 from tests.waiting import LIMIT_S, until
 
@@ -126,9 +127,9 @@ def at_once(work: list[Callable[[], object]]) -> None:
 
 
 CALLS: dict[str, Callable[[GpuGroup], object]] = {
-    "add": lambda group: group.add(ONES),
-    "add rows": lambda group: group.begin_add_rows(ONES)(),
-    "gather rows": lambda group: group.begin_gather_rows(ONES[:1], torch.zeros(2, 4))(),
+    "add": lambda group: group.all_reduce(ONES),
+    "add rows": lambda group: group.begin_reduce_scatter(ONES)(),
+    "gather rows": lambda group: group.begin_all_gather_rows(ONES[:1], torch.zeros(2, 4))(),
 }
 
 
@@ -136,7 +137,7 @@ CALLS: dict[str, Callable[[GpuGroup], object]] = {
 def test_a_rank_that_waits_in_nccl_wakes_and_says_who_is_lost(call: str, chips: Chips, tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
     reason = "rank 1 is lost in step 5: it has ended with code -9"
-    chips.in_nccl = threading.Thread(target=zero.lose, args=[reason]).start
+    chips.in_nccl = threading.Thread(target=zero.abort, args=[reason]).start
     with pytest.raises(RankLost, match=reason):
         CALLS[call](zero)
     with pytest.raises(RankLost, match=reason):
@@ -150,15 +151,15 @@ class Begun(SimpleNamespace):
         raise RuntimeError("NCCL communicator was aborted")
 
 
-@pytest.mark.parametrize("name", ["begin_add", "begin_add_rows", "begin_gather_rows"])
+@pytest.mark.parametrize("name", ["begin_all_reduce", "begin_reduce_scatter", "begin_all_gather_rows"])
 def test_a_call_that_was_begun_before_a_rank_was_lost_says_so_at_its_end(
     name: str, chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     zero, _ = opened(tmp_path / "meet", 2)
     for call in ("all_reduce", group._REDUCE_SCATTER, group._ALL_GATHER):
         monkeypatch.setattr(chips, call, lambda *_, async_op: Begun())
-    end = getattr(zero, name)(*(ONES, torch.zeros(4, 4))[: 1 + (name == "begin_gather_rows")])
-    zero.lose("rank 1 is lost")
+    end = getattr(zero, name)(*(ONES, torch.zeros(4, 4))[: 1 + (name == "begin_all_gather_rows")])
+    zero.abort("rank 1 is lost")
     with pytest.raises(RankLost, match="rank 1 is lost"):
         end()
 
@@ -176,10 +177,10 @@ def test_rows_are_added_up_and_gathered_by_torchs_own_calls(
     monkeypatch.setattr(dist, "init_process_group", gloo)
     (alone,) = opened(tmp_path / "meet", 1)
     given, whole = torch.randn(6, 4, generator=fresh_generator()).bfloat16(), torch.zeros(8, 4).bfloat16()
-    own = alone.begin_add_rows(given)()
+    own = alone.begin_reduce_scatter(given)()
     assert torch.equal(own, given)
     assert own.data_ptr() != given.data_ptr()
-    alone.begin_gather_rows(own, whole[1:7])()
+    alone.begin_all_gather_rows(own, whole[1:7])()
     assert torch.equal(whole[1:7], given)
     assert not whole[0].any()
     alone.close()
@@ -190,13 +191,13 @@ def test_what_follows_a_lost_rank_is_told_so_though_no_kernel_has_waited(chips: 
     """An aborted NCCL all-reduce leaves finite numbers and no mark that they are wrong."""
     zero, one = opened(tmp_path / "meet", 2)
     zero.check()
-    zero.lose("rank 1 is lost")
+    zero.abort("rank 1 is lost")
     with pytest.raises(RankLost, match="rank 1 is lost"):
         zero.check()
     chips.aborted.clear()
     with pytest.raises(RankLost, match="rank 1 is lost"):
-        zero.add(ONES)
-    zero.allow(120.0)
+        zero.all_reduce(ONES)
+    zero.set_timeout(120.0)
     assert int(zero.links.control[0]) == 0, "a kernel launched now would wait"
     one.check()
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
-from redline.kernels.hopper.decode.attend import Plan, attend, random_context
+from redline.kernels.hopper.decode.attend import AttentionPlan, attend, random_context
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.rowwise import split_a
@@ -17,6 +16,7 @@ from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import NANO, random_weights
+from tests.emulator.emulator import emulation
 from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn
@@ -47,7 +47,7 @@ def test_attention_goes_from_page_to_page(
     monkeypatch: pytest.MonkeyPatch, warpgroups: set[int], splits: int, dtype: torch.dtype
 ):
     monkeypatch.setattr(attention, "WARPGROUP_ROWS", warpgroups)
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, splits))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(16, splits))
     args = random_context(fresh_generator(), (250, 3, 130), 4, dtype=dtype)
     plane, pool = in_a_pool(args.plane)
     with emulation():

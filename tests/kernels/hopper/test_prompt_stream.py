@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill import stream as streams
-from redline.kernels.hopper.prefill.stream import Part, PromptStream
+from redline.kernels.hopper.prefill.stream import CommunicatedRows, PromptStream
 from redline.kernels.kernel import references
 from redline.ops.add_norm import rms_norm
 from tests.ranks_in_turn import Meeting
@@ -41,7 +41,7 @@ def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, grou
             assert [row for rows in arriving for row in range(tokens)[rows]] == list(range(tokens))
             read.append(x_TD.clone())
 
-            def partial(part: Part, x_TD: Tensor = x_TD) -> Tensor:
+            def partial(part: CommunicatedRows, x_TD: Tensor = x_TD) -> Tensor:
                 return part.of(x_TD).float() @ weights
 
             stream = stream.adding(partial)
@@ -114,8 +114,8 @@ def test_a_cpus_ranks_add_and_gather_rows_too(tmp_path: Path):
     wholes = [torch.zeros(6, 5) for _ in groups]
 
     def rank(group: Group) -> None:
-        sums[group.rank] = own = group.begin_add_rows(given[group.rank])()
-        group.begin_gather_rows(own, wholes[group.rank])()
+        sums[group.rank] = own = group.begin_reduce_scatter(given[group.rank])()
+        group.begin_all_gather_rows(own, wholes[group.rank])()
 
     threads = [Thread(target=rank, args=(group,)) for group in groups]
     for thread in threads:
@@ -129,6 +129,6 @@ def test_a_cpus_ranks_add_and_gather_rows_too(tmp_path: Path):
 
 def test_one_rank_alone_has_all_rows():
     given, whole = torch.randn(3, 4, generator=fresh_generator()), torch.zeros(3, 4)
-    assert ALONE.begin_add_rows(given)() is given
-    ALONE.begin_gather_rows(given, whole)()
+    assert ALONE.begin_reduce_scatter(given)() is given
+    ALONE.begin_all_gather_rows(given, whole)()
     assert torch.equal(whole, given)

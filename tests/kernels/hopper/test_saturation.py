@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.project_q import project_q
+from tests.emulator.emulator import emulation
 
 KV, GAMMA, ROWS, PLANE = 4, 5, 8, 9  # indices of project_q's arguments
 LARGEST = 448.0

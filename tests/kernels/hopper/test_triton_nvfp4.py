@@ -6,7 +6,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, round_nvfp4, totals
 from redline.ops.formats import Int4, Nvfp4, quantize_int4
-from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, Part, exact_scale, max_scale
+from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, Nvfp4Workspace, exact_scale, max_scale
 from tests.seeds import fresh_generator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +36,7 @@ def test_every_block_has_the_least_error_of_the_scales_that_are_tried(
     scale = (max_scale if offsets == MAX_SCALING else exact_scale)(float(weight.abs().max()))
     codes, scales, sums = round_nvfp4(weight, scale, offsets)
     codes, scales, weight = codes.cpu(), scales.cpu(), weight.cpu()  # torch's division on a GPU rounds differently
-    part = Part(scales.numel(), weight.device)
+    part = Nvfp4Workspace(scales.numel(), weight.device)
     part.take(weight.reshape(-1, 16), scale, None)
     byte, squared, plain = part.search(offsets)
     wanted, farthest = part.codes(scales.flatten().int())

@@ -22,11 +22,10 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     triton_bf16.mend()
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import ALONE, Alone, Group
-from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.collectives.all_gather import all_gather
+from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS, RankLinks, new_control
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks, new_control
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
 from redline.messages.job import PAGE_TOKENS
@@ -35,6 +34,7 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.k2.shard import Shard, rooms_of
 from redline.model.k2.write import tiny_config
+from tests.emulator.emulator import emulation
 
 HIDDEN, WIDTH = 96, 64
 TARGET = tiny_config(
@@ -86,9 +86,9 @@ class Ranks(Alone):
         turns = torch.zeros(2, dtype=torch.int32)
         self.links = RankLinks(rank, ranks, at, new_control(seconds, pinned=False), turns, rooms)
 
-    def gather(self, part_RV: Tensor) -> Tensor:
+    def all_gather(self, part_RV: Tensor) -> Tensor:
         """As `GpuGroup.gather`."""
-        return gather_ranks(part_RV, self.links)
+        return all_gather(part_RV, self.links)
 
 
 def served(config: Eagle3Config, state: Mapping[str, Tensor], group: Group = ALONE) -> GpuServed:

@@ -13,7 +13,6 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper import linear as products
 from redline.kernels.hopper.decode import grouped
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -26,6 +25,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import tiny_config
+from tests.emulator.emulator import emulation
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
+from redline.kernels.hopper.collectives.rank_links import UNSENT
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import UNSENT
 from redline.kernels.hopper.triton import dense, linear
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import redline.kernels.hopper.decode.attend as attention
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Group
 from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode import choose_experts
-from redline.kernels.hopper.decode.attend import Plan
+from redline.kernels.hopper.decode.attend import AttentionPlan
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.prefill import stream as streams
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
@@ -30,6 +29,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import KIMI_NANO
 from redline.model.k2.write import random_checkpoint
+from tests.emulator.emulator import emulation
 from tests.ranks_in_turn import Meeting
 from tests.tiny_model import CPU
 
@@ -131,7 +131,7 @@ def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
 
 @pytest.mark.parametrize("models", ["int4"], indirect=True)
 def test_drafts_whose_attention_is_together(models: tuple[K2, K2], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, 1, 3))
+    monkeypatch.setattr(attention, "plan", lambda *_: AttentionPlan(16, 1, 3))
     agree(models, (), (63, 64, 65), (0, 0, 0), positions=3)
 
 

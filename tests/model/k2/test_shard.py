@@ -9,7 +9,7 @@ from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
 from redline.model.k2.shard import Shard, check_ranks, part_of
 from redline.ops.formats import Int4, quantize_int4
-from redline.run.fit import Sizes
+from redline.run.fit import MemorySizes
 
 
 def test_the_parts_of_all_ranks_side_by_side_are_the_weight() -> None:
@@ -49,5 +49,5 @@ def test_kimi_comes_apart_into_eight() -> None:
 
 
 def test_a_rank_of_eight_counts_an_eighth_of_the_experts_and_all_of_the_embedding() -> None:
-    one, eighth = Sizes(KIMI_K26).weight_bytes, Sizes(KIMI_K26, ranks=8).weight_bytes
+    one, eighth = MemorySizes(KIMI_K26).weight_bytes, MemorySizes(KIMI_K26, ranks=8).weight_bytes
     assert one / 8 < eighth < one / 8 + 6e9, "a twentieth of the model's dense bytes is replicated on every rank"

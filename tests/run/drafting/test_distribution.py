@@ -20,12 +20,12 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling, Thinking
 from redline.messages.step import Begin, Row, Step
 from redline.model.k2.forward import predicted
-from redline.run.drafting.learned import Drafting
+from redline.run.drafting.learned import SlotDrafters
 from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.run.sampling.on_host import adjusted, kept
@@ -76,7 +76,7 @@ class Table:
     def __getattr__(self, name: str) -> Any:
         return getattr(tiny_model(), name)
 
-    def predict(self, inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+    def predict(self, inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> TransformerOutput:
         ids = inputs.ids_T[list(asked)]
         return predicted(torch.zeros(inputs.count, 1), torch.zeros(inputs.count, 1), MODEL_CV[ids])
 
@@ -126,7 +126,7 @@ def runner(kind: str) -> Runner:
     drafter: Any = None if kind == "suffix" else Guess()
     model: Any = Table()
     made = Runner(model, layout, SLOTS, drafter, suffix=kind == "suffix", tokens=tokens)
-    made.drafting = Drafting(drafter, made.slots, made.kv, certain=kind == "certain")
+    made.drafting = SlotDrafters(drafter, made.slots, made.kv, certain=kind == "certain")
     return made
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.messages.delta import Delta
 from redline.messages.job import Job, PageId, Sampling
 from redline.messages.step import Begin, Row, Step
@@ -175,7 +175,7 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
     expected = run_alone(tiny_model(), asked)
     model, sound = tiny_model(), tiny_model().predict
 
-    def broken(*of: Any) -> Predicted:
+    def broken(*of: Any) -> TransformerOutput:
         out = sound(*of)
         logits = out.logits().clone()
         logits[1:] = torch.nan  # all rows after the first draft

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from redline.run.drafting.suffix import CANDIDATES, DEPTH, SHORTEST, Suffix
+from redline.run.drafting.suffix import CANDIDATES, DEPTH, SHORTEST, SuffixIndex
 from tests.work import lines
 
 
-def of(*tokens: int, window: int = 1024) -> Suffix:
-    suffix = Suffix(window)
+def of(*tokens: int, window: int = 1024) -> SuffixIndex:
+    suffix = SuffixIndex(window)
     suffix.extend(tokens)
     return suffix
 
@@ -58,7 +58,7 @@ def test_a_repetition_goes_on(period: int):
 def test_pieces_are_the_same_as_all_at_once(cut: int):
     random.seed(1)
     tokens = [random.randrange(4) for _ in range(600)]
-    suffix = Suffix(256)
+    suffix = SuffixIndex(256)
     for start in range(0, len(tokens), cut):
         suffix.extend(tokens[start : start + cut])
     assert suffix.propose(8) == of(*tokens, window=256).propose(8)
@@ -109,7 +109,7 @@ def test_what_has_left_the_window_is_forgotten_and_the_memory_does_not_grow():
 
 
 def test_a_token_costs_the_same_however_many_stand_before_it():
-    def spent(suffix: Suffix) -> int:
+    def spent(suffix: SuffixIndex) -> int:
         """Comparisons for 20 tokens of the worst text, in which every position is a candidate."""
 
         def work() -> None:
@@ -119,7 +119,7 @@ def test_a_token_costs_the_same_however_many_stand_before_it():
 
         return lines(work)
 
-    short, long = Suffix(), Suffix()
+    short, long = SuffixIndex(), SuffixIndex()
     short.extend([7] * 300)
     long.extend([7] * 30_000)
     assert 0 < spent(long) <= spent(short)

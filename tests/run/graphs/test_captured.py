@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Alone
 from redline.kernels.hopper.decode import grouped
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -30,7 +29,7 @@ from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
 from redline.messages.channel import MemoryChannel
 from redline.messages.delta import Delta
-from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.messages.job import OPTIONS, PAGE_TOKENS, Job, PageId, Sampling
 from redline.messages.news import Stop
 from redline.messages.step import Begin, CapturedShapes, Row, Shape, Step
 from redline.model.eagle3.hopper import GpuServed
@@ -44,13 +43,14 @@ from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph_recorder import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.runner import Runner
-from redline.run.sampling.on_device import Odds, sample_rows
-from redline.run.sampling.on_host import sample_each, uniform
+from redline.run.sampling.on_device import sample_rows
+from redline.run.sampling.on_host import odds_of, sample_each, uniform
 from redline.run.slots import Slot, Slots
 from redline.scheduler.recorded import RecordedShapes
 from redline.scheduler.speculation import Speculation
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
+from tests.emulator.emulator import emulation
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
     BOTH,
@@ -679,16 +679,13 @@ def test_rows_drawn_together_are_those_that_are_drawn_alone():
             for _ in logits
         ]
         positions = [pick.randrange(100_000) for _ in logits]
-        odds = Odds(
-            *(torch.tensor([getattr(one, of) for one in asked]).double() for of in ("temperature", "top_p", "min_p")),
-            *(torch.tensor([one.top_k for one in asked]), torch.tensor([signed(one.seed) for one in asked])),
-            torch.tensor(positions),
-        )
+        odds = torch.tensor([odds_of(one) for one in asked], dtype=torch.float64)
+        seeds = torch.tensor([signed(one.seed) for one in asked])
         each = [uniform(one.seed, position) for one, position in zip(asked, positions, strict=True)]
-        assert uniforms(odds.seed, odds.position).tolist() == each
+        assert uniforms(seeds, torch.tensor(positions)).tolist() == each
         alone = [sample_each(row[None], [one], [u])[0] for row, one, u in zip(logits, asked, each, strict=True)]
         assert sample_each(logits, asked, each) == alone
-        assert sample_rows(logits, odds, narrowed=True).tolist() == alone
+        assert sample_rows(logits, odds, seeds, torch.tensor(positions), narrowed=True).tolist() == alone
 
 
 def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
@@ -785,18 +782,7 @@ def test_no_option_of_sampling_is_lost_on_the_way_to_the_device():
     # probabilities are reported.
     by_host = {"max_tokens", "stop_ids", "prompt_logprobs", "seeded", "logprobs", "grammar"}
     plain = Sampling(max_tokens=9, temperature=0.5)
-    others: dict[str, Any] = {
-        "temperature": 0.7,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.2,
-        "seed": 7,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.5,
-        "logit_bias": ((3, 1.0),),
-        "min_tokens": 4,
-    }
+    others = {option.name: option.example for option in OPTIONS.values() if option.name not in by_host}
     assert set(others) | by_host == set(Sampling.__struct_fields__)
     for name, value in others.items():
         sampling = msgspec.structs.replace(plain, **{name: value}, stop_ids=(1,))

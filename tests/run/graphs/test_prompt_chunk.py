@@ -16,7 +16,8 @@ from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
 from redline.messages.step import Begin, Row, Step
 from redline.run.graphs.graph_recorder import Recorder
 from redline.run.layer_marks import LayerMarks
-from redline.run.runner import Launched, Runner
+from redline.run.pending import LaunchedStep
+from redline.run.runner import Runner
 from redline.scheduler.recorded import RecordedShapes
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
@@ -190,7 +191,9 @@ class Runs:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
-    def read(self, slot: int, tokens: tuple[int, ...], *beside: int, pages: int | None = None, **row: Any) -> Launched:
+    def read(
+        self, slot: int, tokens: tuple[int, ...], *beside: int, pages: int | None = None, **row: Any
+    ) -> LaunchedStep:
         """Launch a job's prompt together with the next decode row of other slots."""
         begin = Begin(
             slot=slot,
@@ -205,14 +208,14 @@ class Runs:
         prompts = Row(slot=slot, start=0, count=len(tokens), new_pages=own, **row)
         return self._launch(Step(number=0, begins=(begin,), rows=(*map(_decodes, beside), prompts)))
 
-    def decode(self, *slots: int) -> Launched:
+    def decode(self, *slots: int) -> LaunchedStep:
         return self._launch(Step(number=0, rows=tuple(map(_decodes, slots))))
 
-    def _launch(self, step: Step) -> Launched:
+    def _launch(self, step: Step) -> LaunchedStep:
         decoding = sum(row.start is None for row in step.rows)
         shape = RecordedShapes(self.runner.recorded).choose(decoding, 1, 4 * PAGE_TOKENS) if decoding else None
         launched = self.runner.launch(msgspec.structs.replace(step, shape=shape))
-        assert isinstance(launched, Launched)
+        assert isinstance(launched, LaunchedStep)
         return launched
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.cpu.all_reduce import SharedMemoryGroup
 from redline.kernels.group import Alone
 from redline.messages.job import PAGE_TOKENS, PageId, Sampling
 from redline.messages.step import Begin, Row, Shape, Step, StepResult
@@ -98,7 +98,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
     random_checkpoint(tmp_path / "model", kernel_config(moe_intermediate_size=64, intermediate_size=64))
     checkpoint = Checkpoint.open(tmp_path / "model")
     SharedMemoryGroup.create(tmp_path / "meet", 2)
-    record, meet, slow, compiling, slices = Recorder.record, SharedMemoryGroup._meet, False, False, 0
+    record, meet, slow, compiling, slices = Recorder.record, SharedMemoryGroup._exchange, False, False, 0
 
     def counted(group: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
         nonlocal slices
@@ -121,7 +121,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
             compiles()
         return record(recorder, *pieces)
 
-    monkeypatch.setattr(SharedMemoryGroup, "_meet", counted)
+    monkeypatch.setattr(SharedMemoryGroup, "_exchange", counted)
 
     monkeypatch.setattr(Recorder, "record", slowly)
     answers: dict[int, Answer] = {}

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from redline.kernels.hopper.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
 from redline.kernels.hopper.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
-from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling, options_at
+from redline.messages.sampling_option import SamplingStage
 from redline.messages.step import Begin, Row, Step
 from redline.run.graphs.cuda_graph_runner import CudaGraphRunner, _way
 from redline.run.runner import Runner
@@ -53,6 +54,11 @@ ASKED: dict[str, dict[str, Any]] = {
         "logit_bias": ((1, 4.0), (0, -100.0), (77, 3.5)),
         "min_tokens": 45,
         "stop_ids": (*range(60), 60, 3),
+    },
+    "every filter": {
+        **DRAWN,
+        **{option.name: option.example for option in options_at(SamplingStage.FILTER)},
+        "top_k": 50,
     },
     "bias": {"logit_bias": tuple((token, (token % 7 - 3) / 2) for token in range(300)), "logprobs": None},
     "least length": {"min_tokens": 12, "stop_ids": tuple(range(0, VOCABULARY, 8)), "logprobs": None},

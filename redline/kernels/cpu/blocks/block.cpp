@@ -50,7 +50,7 @@ extern "C" void redline_block(const BlockCall& call) {
     if (w.E)
         redline_route_experts({.x = x, .w = w.router, .bias = w.bias, .ids = ids, .weights = shares,
                                .T = t.T, .D = w.D, .E = w.E, .k = w.k, .normalise = w.normalise,
-                               .scale = w.routed_scale});
+                               .scale = w.routed_scale, .groups = w.groups, .chosen_groups = w.chosen_groups});
     redline_moe({.x = x, .ids = ids, .weights = shares,
                  .gate_up = w.gate_up, .gate_up_scales = w.gate_up_scales, .gate_up_wholes = w.gate_up_wholes,
                  .down = w.down, .down_scales = w.down_scales, .down_wholes = w.down_wholes,

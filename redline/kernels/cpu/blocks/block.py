@@ -16,12 +16,12 @@ from redline.kernels.cpu.mla import in_panels
 from redline.kernels.cpu.moe import panels, scales, wholes
 from redline.kernels.cpu.panels import PANEL, Experts, Matrix
 from redline.kernels.inputs import Chunk, Inputs
-from redline.kernels.record import Record
+from redline.kernels.record import ArgumentStruct
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
 
 _BlockTokens, _BlockWeights, _Chunk = map(native.record, ("BlockTokens", "BlockWeights", "Chunk"))
-_layouts: "WeakKeyDictionary[Inputs, Record]" = WeakKeyDictionary()
+_layouts: "WeakKeyDictionary[Inputs, ArgumentStruct]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Moe:
     chosen: int  # number of experts per token
     normalise: bool  # whether a token's weights are divided by their sum
     scale: float  # factor of the weights after normalisation
+    groups: int = 1  # groups of experts by id
+    chosen_groups: int = 1  # groups whose experts may be chosen
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Block:
         return all(width % PANEL == 0 for width in widths)
 
     @functools.cached_property
-    def layout(self) -> Record:
+    def layout(self) -> ArgumentStruct:
         """The record that the kernels read; valid for the lifetime of this block."""
         w, moe_ = self.attention, self.experts
         gate_up, down = (None, None) if moe_ is None else (moe_.gate_up, moe_.down)
@@ -106,6 +108,8 @@ class Block:
             k=0 if moe_ is None else moe_.chosen,
             I=width,
             normalise=False if moe_ is None else moe_.normalise,
+            groups=1 if moe_ is None else moe_.groups,
+            chosen_groups=1 if moe_ is None else moe_.chosen_groups,
         )
 
 
@@ -131,5 +135,5 @@ def address_of(inputs: Inputs) -> int:
     return ctypes.addressof(layout)
 
 
-def _chunks(chunks: Sequence[Chunk]) -> "ctypes.Array[Record]":
+def _chunks(chunks: Sequence[Chunk]) -> "ctypes.Array[ArgumentStruct]":
     return (_Chunk * len(chunks))(*(_Chunk(first=c.first, count=c.count, start=c.start, slot=c.slot) for c in chunks))

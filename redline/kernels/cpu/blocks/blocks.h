@@ -48,7 +48,7 @@ struct BlockWeights {
     const void* down_scales;
     const float* down_wholes;
     float norm_eps, low_rank_eps, softmax_scale, routed_scale;
-    int D, Rq, H, Nn, P, R, V, Is, E, k, I, normalise;
+    int D, Rq, H, Nn, P, R, V, Is, E, k, I, normalise, groups, chosen_groups;
 };
 
 struct BlockCall {

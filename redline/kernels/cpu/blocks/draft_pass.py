@@ -25,7 +25,7 @@ from redline.kernels.cpu import native
 from redline.kernels.cpu.mla import in_panels, kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.record import Record
+from redline.kernels.record import ArgumentStruct
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights
 
@@ -72,7 +72,7 @@ class DraftLayer:
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
-    def _layout(self) -> Record:
+    def _layout(self) -> ArgumentStruct:
         w, head = self.attention, self.head
         assert isinstance(w, MlaWeights), "the kernels compute latent attention"
         assert isinstance(head, Matrix), "the CPU's kernels read panels"
@@ -124,7 +124,7 @@ class DraftPages:
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
-    def _layout(self) -> Record:
+    def _layout(self) -> ArgumentStruct:
         return _Pages(
             tokens=self.tokens,
             tables=self.tables,

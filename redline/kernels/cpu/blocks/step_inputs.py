@@ -17,7 +17,7 @@ from redline.kernels.cpu import native
 from redline.kernels.hopper.step.step_rows import StepRows
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import Kernel
-from redline.kernels.record import Record
+from redline.kernels.record import ArgumentStruct
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
 
@@ -45,7 +45,7 @@ class StepMemory:
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
-    def _layout(self) -> Record:
+    def _layout(self) -> ArgumentStruct:
         """The record that the kernel reads."""
         i = self.inputs
         return _StepMemory(

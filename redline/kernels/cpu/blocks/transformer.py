@@ -23,7 +23,7 @@ from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
-from redline.kernels.record import Record
+from redline.kernels.record import ArgumentStruct
 
 _transformer = native.function("transformer")
 _TransformerWeights = native.record("TransformerWeights")
@@ -71,7 +71,7 @@ class Transformer:
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
-    def _layout(self) -> Record:
+    def _layout(self) -> ArgumentStruct:
         """The record that the kernels read; valid for the lifetime of these weights."""
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
         blocks = (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
@@ -87,7 +87,7 @@ class Transformer:
         )
 
 
-class Predicted(NamedTuple):
+class TransformerOutput(NamedTuple):
     """The result of a step. Most steps need only tokens: the other results become tensors when they are read."""
 
     likeliest: list[int]  # R argmax tokens; ties go to the lowest id, -1 if a logit is not finite
@@ -106,7 +106,7 @@ class TransformerArgs(NamedTuple):
     asked: Sequence[int]  # R indices of tokens in the step
 
 
-def run(args: TransformerArgs) -> Predicted:
+def run(args: TransformerArgs) -> TransformerOutput:
     """The whole step in one native call, with float32 intermediates; writes the planes at rows_T."""
     planes, weights, inputs, layers, asked = args
     tokens, rows, d = inputs.count, len(asked), weights.width
@@ -128,7 +128,7 @@ def run(args: TransformerArgs) -> Predicted:
         logits=ctypes.addressof(logits),
         likeliest=likeliest.buffer_info()[0],
     )
-    return Predicted(
+    return TransformerOutput(
         likeliest.tolist(),
         features,
         lambda: _tensor(hidden, tokens, d),

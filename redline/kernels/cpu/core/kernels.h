@@ -35,6 +35,7 @@ struct RouteExpertsCall {
     float* weights;     // [T, k]
     int T, D, E, k, normalise;
     float scale;
+    int groups, chosen_groups;  // of E / groups experts; only those of the chosen groups may be chosen
 };
 
 // Codes have scales: bf16 of INT4; e4m3 of NVFP4, which also has one float32 for each panel (wholes). What a format does not
@@ -138,30 +139,34 @@ struct PackCodesCall {
     int N, K;
 };
 
+struct SampleOdds {  // of a row, named as in ops/sample.py
+    double u, temperature, top_p, top_k, min_p;
+};
+
 struct SampleCall {
     const float* x;  // [R, >= V]
     int64_t ldx;
-    const double* odds;  // [R, 5]: temperature, top p, min p, top k, u
+    const SampleOdds* odds;  // [R]
     int64_t* ids;        // [R]; -1 where nothing can be drawn
     int R, V;
 };
 
 // A rank and all others tell one another `count` floats through memory that they share. Each rank has an epoch there, a
-// word on a cache line of its own, which counts the meetings whose words it has written: two rooms in turn are enough,
-// since a rank writes to a room again only after all have come to the meeting behind it, so have read this one.
-struct MeetCall {
+// word on a cache line of its own, which counts the calls whose words it has written: two rooms in turn are enough,
+// since a rank writes to a room again only after all have arrived at the next call, so have read this one.
+struct AllReduceCall {
     uint32_t* epochs;   // [ranks], 16 words apart
     float* rooms;       // [2][ranks][room]
     const float* part;  // [count]: this rank's
     float* whole;       // width = 0: [count], the sum in the order of ranks; else [count / width][ranks][width]
     int32_t* missing;   // out: the rank that did not come in time, or -1
     int64_t count, room, width, wait_ns;
-    int64_t epoch;      // of this meeting, from 1
+    int64_t epoch;      // of this call, from 1
     int rank, ranks;
 };
 
 extern "C" {
-void redline_meet(const MeetCall& call);
+void redline_all_reduce(const AllReduceCall& call);
 void redline_linear(const LinearCall& call);
 void redline_add_norm(const AddNormCall& call);
 void redline_route_experts(const RouteExpertsCall& call);

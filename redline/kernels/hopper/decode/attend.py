@@ -41,7 +41,7 @@ _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 _Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """How the queries of a step are divided over blocks."""
 
     rows: int  # of a block: heads of one query, or of several
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
+def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> AttentionPlan:
     """The fastest plan according to a cost model fitted to an NVIDIA H200; it includes the combining in `unabsorb`.
 
     max_length: tokens, an upper bound of every query's context. positions: consecutive queries that belong to one slot.
@@ -65,7 +65,7 @@ def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
     return together if saved > _TOGETHER_SAVES else apart
 
 
-def _alone(way: Plan, queries: int, heads: int, pages: int) -> float:
+def _alone(way: AttentionPlan, queries: int, heads: int, pages: int) -> float:
     """Microseconds of a plan for few heads: each head is combined by its own block, at the read rate of one block."""
     return microseconds(way, queries, heads, pages) + queries * way.splits * _LATENT_BYTES / _BLOCK_SPEED
 
@@ -76,27 +76,27 @@ def predicted(queries: int, heads: int, max_length: int, positions: int = 1) -> 
     return modelled(plan(queries, heads, max_length, positions), queries, heads, pages)
 
 
-def modelled(way: Plan, queries: int, heads: int, pages: int) -> float:
+def modelled(way: AttentionPlan, queries: int, heads: int, pages: int) -> float:
     """Microseconds of a plan according to the model, including the combining in `unabsorb`."""
     return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
 
-def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
+def _ways(queries: int, heads: int, pages: int) -> Iterator[AttentionPlan]:
     """All block sizes that are at least half full, with all numbers of splits without an empty split."""
     for rows in _TIMES:
         if rows < heads + 16:  # blocks are at least half full
             for splits in splits_of(queries * -(-heads // rows), pages):
-                yield Plan(rows, splits)
+                yield AttentionPlan(rows, splits)
 
 
-def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iterator[Plan]:
+def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iterator[AttentionPlan]:
     """All block sizes for which a slot's queries need fewer blocks together than separately. The last block may be less
     than half full, since a block of 64 rows processes a page faster than one of 32."""
     for rows in _TIMES:
         blocks = -(-positions * heads // rows)
         if blocks < positions * -(-heads // rows):
             for splits in splits_of(queries // positions * blocks, pages):
-                yield Plan(rows, splits, positions)
+                yield AttentionPlan(rows, splits, positions)
 
 
 def splits_of(blocks: int, pages: int) -> Iterator[int]:
@@ -106,7 +106,7 @@ def splits_of(blocks: int, pages: int) -> Iterator[int]:
         yield -(-pages // share)
 
 
-def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
+def microseconds(way: AttentionPlan, queries: int, heads: int, pages: int) -> float:
     """Modelled time of `attend`: in each wave a block starts, and multiplies a page while the next one is loaded."""
     queries, heads = queries // way.together, heads * way.together
     parts, share = -(-heads // way.rows), -(-pages // way.splits)
@@ -188,7 +188,7 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _plan(args: AttendArgs) -> Plan:
+def _plan(args: AttendArgs) -> AttentionPlan:
     queries, heads = args.tokens_Q.shape[0], args.q_THW.shape[1]
     assert queries % args.positions == 0, f"{queries} queries are no whole rows of {args.positions} positions"
     return plan(queries, heads, part_length(args.max_length, args.ranks), args.positions)
@@ -223,7 +223,7 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
     return attend_as(args, _plan(args))
 
 
-def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
+def attend_as(args: AttendArgs, way: AttentionPlan) -> tuple[Tensor, Tensor]:
     """As `attend` on a GPU, with the given division over blocks: for measurements."""
     q_THW, plane = args.q_THW, args.plane
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]

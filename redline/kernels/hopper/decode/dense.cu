@@ -18,9 +18,9 @@
 // front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
 // warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
 // beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_A
-// and PROJECT_OUT, whose sums are then those of all ranks (ranks.cuh).
+// and PROJECT_OUT, whose sums are then those of all ranks (all_reduce.cuh).
 #include "core.cuh"
-#include "ranks.cuh"
+#include "all_reduce.cuh"
 
 #define PROJECT_A 1
 #define PROJECT_Q 2
@@ -78,7 +78,7 @@ FN void add_ranks(const Launch& a, u32 row, u32 token, float& lo, float& hi) {
     u32 place = (row / 2 * MOST_TOKENS + token) * 2;
     u32x2 sum = {as_u32(lo), as_u32(hi)};
     send_part(ranks, token % RANKS, place, sum);
-    sum = sum_of_ranks(ranks, token % RANKS, place, sum);
+    sum = all_reduce_words(ranks, token % RANKS, place, sum);
     lo = as_float(sum.x), hi = as_float(sum.y);
 #endif
 }
@@ -94,7 +94,7 @@ struct ProjectALaunch {
     float* squares_out;    // [blocks, 8]
     float* kv;             // [T, OUTPUTS - RANK_Q]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // ranks.cuh; null: there is one rank, or each multiplies all inputs
+    u64* control;  // all_reduce.cuh; null: there is one rank, or each multiplies all inputs
     u64 site;      // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
     u32 tokens, parts, rank, room;
     float eps;
@@ -229,7 +229,7 @@ struct ProjectOutLaunch {
     u16* x_out;             // bf16 [T, OUTPUTS_PADDED]
     float* squares_out;     // [blocks, 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // ranks.cuh; null: there is one rank
+    u64* control;  // all_reduce.cuh; null: there is one rank
     u64 site;               // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
     u32 tokens, parts, rank, room;
     float eps;

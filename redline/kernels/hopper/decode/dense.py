@@ -20,7 +20,7 @@ from torch import Tensor
 from redline.kernels.hopper.kernel import CudaKernel, emulating
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, Tiled8, padded
-from redline.kernels.record import Record
+from redline.kernels.record import ArgumentStruct
 from redline.ops.op import Cost
 
 MOST_TOKENS = 8  # maximum for dense.cu
@@ -44,7 +44,7 @@ _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
 
 
 @dataclass(frozen=True)
-class Plan:
+class MatmulPlan:
     """How a matmul is divided; dense.cu defines each number.
 
     Only warps, units and slices determine a result's bits, and they do not depend on the number of tokens.
@@ -76,7 +76,7 @@ def plan(
     operands: bool,
     bits: int = 16,
     in_units: int = 0,
-) -> Plan:
+) -> MatmulPlan:
     """inputs: padded; this rank's, if ranks divide them. operands: 16 bytes for each pair of outputs. bits: of a
     weight, 16 or 8. in_units: row tiles that are processed in units before the others; the last block then has none of
     them. warps, units and stages for 7168 inputs (up to four tiles per block), 1536 and 8192 of 16 bits were tuned on
@@ -111,7 +111,7 @@ def plan(
     assert stages > 0 <= free, f"no room for {inputs} inputs, {columns} columns"
     x_at = ring + free * stage
     end = max(ring + stages * stage, x_at + x, 0 if batched else ring + sums)
-    return Plan(
+    return MatmulPlan(
         *(warps, units, stages, free, free, columns, slices, tiles, batched, blocks, ring),
         x_at=x_at,
         sums_at=end if batched else ring,
@@ -129,13 +129,13 @@ def _units(share: int, *, batched: bool) -> int:
 
 @functools.cache
 def _kernel(
-    launch: type[Record],
+    launch: type[ArgumentStruct],
     epilogue: str,
     inputs: int,
     all_inputs: int,
     row_tiles: int,
     bits: int,
-    cut: Plan,
+    cut: MatmulPlan,
     sizes: tuple[tuple[str, int | str], ...],
 ) -> CudaKernel:
     defines: dict[str, int | str] = {
@@ -165,12 +165,12 @@ def _kernel(
 @functools.cache
 def _plan_of(
     inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool, bits: int, in_units: int
-) -> Plan:
+) -> MatmulPlan:
     columns = 1 << (tokens - 1).bit_length()
     return plan(inputs, row_tiles, columns, multiprocessors, operands=operands, bits=bits, in_units=in_units)
 
 
-def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0, ranks: int = 1) -> Plan:
+def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0, ranks: int = 1) -> MatmulPlan:
     """How the matmul with a weight is divided. in_units: as in `plan`. ranks: number that divide its inputs."""
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
     inputs, count = w.data.shape[-3] * w.data.shape[-1] // ranks, multiprocessors(w.data.device)
@@ -178,7 +178,7 @@ def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0, ran
 
 
 def kernel_of(
-    launch: type[Record],
+    launch: type[ArgumentStruct],
     epilogue: str,
     w: Tiled | Tiled8,
     tokens: int,

@@ -14,9 +14,9 @@
 //
 // SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
 // and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
-// experts' weights, and so of h. RANKS, SHOTS: the sums are those of all ranks (ranks.cuh).
+// experts' weights, and so of h. RANKS, SHOTS: the sums are those of all ranks (all_reduce.cuh).
 #include "expert_formats.cuh"
-#include "ranks.cuh"
+#include "all_reduce.cuh"
 #include "ring.cuh"
 #include "running_sum.cuh"
 #if FORMAT == INT4
@@ -41,7 +41,7 @@ struct ExpertsDownLaunch {
     char* x;                 // bf16 [T, X]
     float* squares;          // [X / 64, T padded to 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // ranks.cuh; null: there is one rank
+    u64* control;  // all_reduce.cuh; null: there is one rank
     u64 site;                // its first word in an inbox: [rank][T][X] words
     int tokens, pairs, slots;
     u32 rank, room;
@@ -324,7 +324,7 @@ KERNEL(experts_down, ExpertsDownLaunch) {
         if (n && n < count && exists) before[n] = load_global_f32(a.residual + token * HIDDEN + column);
     }
 #if RANKS > 1
-    sum_of_ranks(ranks, owner, places, count, sums);
+    all_reduce_words(ranks, owner, places, count, sums);
 #endif
 #pragma unroll
     for (u32 n = 0; n < MINE; n++) {

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.rank_links import EXPERTS, RankLinks, all_reduce_fields, ranks_of, shots_of
 from redline.kernels.hopper.decode.choose_experts import SLOT_PAIRS, SUMMED_PAIRS, SUMMED_TOKENS, Pairs
 from redline.kernels.hopper.decode.experts_up import MOST_MEMORY, decode_h, encode_h, some_pairs
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
+from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Kind, RecordForm, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import EXPERTS, RankLinks, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -65,7 +65,7 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
+def kernel_of(form: RecordForm, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
     """The kernel for at most `room` tokens. shared: Is padded, or 0.
 
     With more than eight tokens the sums of each token use 1 KB of shared memory.
@@ -116,7 +116,7 @@ def cuda(args: ExpertsDownArgs) -> Result:
         tokens=tokens,
         pairs=len(pairs),
         slots=pairs.most,
-        **sums_of(args.links, EXPERTS),
+        **all_reduce_fields(args.links, EXPERTS),
     )
     shared = 0 if shared_h is None else shared_h.shape[1]
     ranks, shots = ranks_of(args.links), shots_of(args.links, tokens)

@@ -21,7 +21,15 @@ from redline.kernels.hopper.decode.choose_experts import (
     list_pairs,
 )
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.layouts.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
+from redline.kernels.hopper.layouts.records import (
+    KINDS,
+    MOST_INPUTS,
+    MOST_KEPT,
+    Kind,
+    RecordForm,
+    Records,
+    random_experts,
+)
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
@@ -86,7 +94,7 @@ _Launch = launch_record("decode/experts_up.cu", "ExpertsUpLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, x_inputs: int, tokens: int, pairs: int, slots: int) -> CudaKernel:
+def kernel_of(form: RecordForm, x_inputs: int, tokens: int, pairs: int, slots: int) -> CudaKernel:
     """The kernel for records of this form, this width of x, and at most this number of tokens, pairs and slots."""
     stages = 3 if form.inputs <= MOST_KEPT else 2  # 16 KB per group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}

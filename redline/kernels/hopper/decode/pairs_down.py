@@ -14,7 +14,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode.choose_experts import SLOT_PAIRS, Pairs
 from redline.kernels.hopper.decode.experts_up import blocks, decode_h, encode_h, lists_fit, rooms, some_pairs
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.layouts.records import Form, Kind, Records, random_experts
+from redline.kernels.hopper.layouts.records import Kind, RecordForm, Records, random_experts
 from redline.kernels.hopper.prefill.grouped import add_pairs
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
@@ -46,7 +46,7 @@ _Launch = launch_record("decode/pairs_down.cu", "PairsDownLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, pairs: int, slots: int) -> CudaKernel:
+def kernel_of(form: RecordForm, pairs: int, slots: int) -> CudaKernel:
     """The kernel for records of this form, and at most `pairs` pairs and `slots` slots."""
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "SLABS": form.tiles // 4}
     defines |= {"STAGES": _STAGES, "ROOM_PAIRS": pairs, "ROOM_SLOTS": slots}
@@ -78,7 +78,7 @@ def cuda(args: PairsDownArgs) -> Tensor:
     return add_pairs(y, pairs.ids, args.weights)
 
 
-def reads(form: Form) -> bool:
+def reads(form: RecordForm) -> bool:
     """Whether the kernel supports records of this form: INT4 or NVFP4, an expert's width in 1, 2 or 4 slices."""
     return form.kind != "BF16" and form.slices in (1, 2, 4)
 

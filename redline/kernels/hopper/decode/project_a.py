@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.rank_links import NO_LINKS, RankLinks
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, Tiled, padded
-from redline.kernels.hopper.ranks import NO_LINKS, RankLinks
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -87,7 +87,7 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
         tokens=tokens,
         parts=squares.shape[0],
         eps=args.eps,
-        **(NO_LINKS if links is None else links.of_projected()),
+        **(NO_LINKS if links is None else links.projection_fields()),
     )
     kernel.launch(given, blocks)
     return q_a, squares_out, kv

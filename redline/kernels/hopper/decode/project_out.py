@@ -10,12 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.collectives.all_reduce import all_reduce
+from redline.kernels.hopper.collectives.rank_links import (
+    ATTENTION,
+    MOST_TOKENS,
+    RankLinks,
+    Site,
+    all_reduce_fields,
+    ranks_of,
+)
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -47,7 +54,7 @@ def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
     """The reference's result: dense.cu up to 8 tokens, Triton up to 256; squares have a different number of parts.
 
-    Over several ranks dense.cu includes the all-reduce; Triton's matmul is followed by a launch for it (`sum_ranks`).
+    Over several ranks dense.cu includes the all-reduce; Triton's matmul is followed by a launch for it (`all_reduce`).
     """
     y, w = args.y, args.w
     tokens, d_padded = y.shape[0], padded(w.outputs, PAD_K)
@@ -57,7 +64,7 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
         if args.links is None:
             return streamed.project_out(y, w, args.residual_TD, args.gamma_D, args.routed_TD)
         partial = streamed.partial_out(y, w)
-        return sum_ranks(partial, args.residual_TD, args.gamma_D, args.routed_TD, args.links, args.site)
+        return all_reduce(partial, args.residual_TD, args.gamma_D, args.routed_TD, args.links, args.site)
     assert isinstance(w, Tiled)
     sizes = {"OUTPUTS_PADDED": d_padded, "RANKS": ranks_of(args.links)}
     kernel, blocks = dense.kernel_of(_Launch, "PROJECT_OUT", w, tokens, **sizes)
@@ -76,7 +83,7 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
         tokens=tokens,
         parts=0,
         eps=0.0,
-        **sums_of(args.links, args.site),
+        **all_reduce_fields(args.links, args.site),
     )
     kernel.launch(given, blocks)
     return residual, x, squares

@@ -42,7 +42,7 @@ _SIGN, _MAGNITUDE = (15, 12, 14, 13), (9, 6, 3, 0)  # bit positions of four valu
 
 
 @dataclass(frozen=True)
-class Form:
+class RecordForm:
     """How a matrix [N, K] is divided into records.
 
     tiles: of 16 rows, including padding. slices: of K, `inputs` inputs each, one per warp. part: inputs per record.
@@ -71,19 +71,19 @@ class Form:
         return {"INT4": 9 * self.part, "NVFP4": 9 * self.part + 16, "BF16": 2 * TILE_ROWS * self.part}[self.kind]
 
 
-def up_form(kind: Kind, width: int, hidden: int) -> Form:
+def up_form(kind: Kind, width: int, hidden: int) -> RecordForm:
     """The form of gate and up [2 I, D]: a row tile is 8 rows of gate and their 8 of up; 4, 8 or 16 warps divide K."""
     slices = next((n for n in (4, 8) if _slice(hidden, n) <= MOST_KEPT), 16)
     inputs = _slice(hidden, slices)
     part = (BF16_INPUTS if inputs % BF16_INPUTS == 0 else 64) if kind == "BF16" else inputs
-    return Form(kind, "up", down_form(kind, hidden, width).width // 8, slices, inputs, part)
+    return RecordForm(kind, "up", down_form(kind, hidden, width).width // 8, slices, inputs, part)
 
 
-def down_form(kind: Kind, hidden: int, width: int) -> Form:
+def down_form(kind: Kind, hidden: int, width: int) -> RecordForm:
     """The form of down [D, I]: D is padded to 128, which is whole slabs and the width that the next matmuls read."""
     slices = -(-width // (BF16_INPUTS if kind == "BF16" else MOST_INPUTS))
     inputs = BF16_INPUTS if kind == "BF16" else _slice(width, slices)
-    return Form(kind, "down", padded(hidden, PAD_K) // TILE_ROWS, slices, inputs, inputs)
+    return RecordForm(kind, "down", padded(hidden, PAD_K) // TILE_ROWS, slices, inputs, inputs)
 
 
 def _slice(inputs: int, slices: int) -> int:
@@ -256,7 +256,7 @@ class Records:
         return rows.transpose(0, 1).flatten(0, 2)[: self.outputs, :columns].contiguous()
 
     @functools.cached_property
-    def form(self) -> Form:
+    def form(self) -> RecordForm:
         """How each expert's matrix is divided."""
         return _form(self.kind, self.use, self.outputs, self.inputs)
 
@@ -276,11 +276,11 @@ class Records:
         return self.data.nbytes
 
 
-def _form(kind: Kind, use: Use, outputs: int, inputs: int) -> Form:
+def _form(kind: Kind, use: Use, outputs: int, inputs: int) -> RecordForm:
     return up_form(kind, outputs // 2, inputs) if use == "up" else down_form(kind, outputs, inputs)
 
 
-def _code_and_scale_bytes(form: Form) -> tuple[int, int]:
+def _code_and_scale_bytes(form: RecordForm) -> tuple[int, int]:
     return 8 * form.part, form.part
 
 

@@ -25,7 +25,7 @@ PARTS, PART_ROWS = 2, 4096  # maximum number of parts, and minimum rows per part
 
 
 @dataclass(frozen=True)
-class Part:
+class CommunicatedRows:
     """Rows of a step that are communicated together, and the residual of this rank's rows among them."""
 
     rows: slice  # of the step
@@ -51,7 +51,7 @@ class PromptStream:
 
     tokens: int  # T
     divided: bool  # whether a rank has only its own rows
-    parts: tuple[Part, ...]
+    parts: tuple[CommunicatedRows, ...]
     group: Group
 
     @staticmethod
@@ -59,17 +59,17 @@ class PromptStream:
         """residual: returns float32 [rows, D] for rows of the step; the stream takes ownership of the memory."""
         if group.ranks == 1 or tokens < DIVIDED * group.ranks:
             rows = slice(0, tokens)
-            return PromptStream(tokens, False, (Part(rows, tokens, residual(rows)),), group)
+            return PromptStream(tokens, False, (CommunicatedRows(rows, tokens, residual(rows)),), group)
         ranks, count = group.ranks, min(PARTS, max(1, tokens // PART_ROWS))
         bounds = [*(tokens * i // count // ranks * ranks for i in range(count)), tokens]
-        parts: list[Part] = []
+        parts: list[CommunicatedRows] = []
         for first, end in pairwise(bounds):
             share = -(-(end - first) // ranks)
             own = slice(min(first + group.rank * share, end), min(first + (group.rank + 1) * share, end))
             kept = residual(own)
             if missing := share - kept.shape[0]:
                 kept = F.pad(kept, (0, 0, 0, missing))
-            parts.append(Part(slice(first, end), share * ranks, kept))
+            parts.append(CommunicatedRows(slice(first, end), share * ranks, kept))
         return PromptStream(tokens, True, tuple(parts), group)
 
     def normed(self, gamma_D: Tensor, eps: float) -> Iterator[Tensor]:
@@ -94,7 +94,7 @@ class PromptStream:
             if whole is None:
                 whole = own_W.new_empty(self.parts[-1].rows.start + self.parts[-1].evened, own_W.shape[1])
             first = part.rows.start
-            ends.append(self.group.begin_gather_rows(own_W, whole[first : first + part.evened]))
+            ends.append(self.group.begin_all_gather_rows(own_W, whole[first : first + part.evened]))
         assert whole is not None
 
         def arriving() -> Iterator[slice]:
@@ -111,10 +111,10 @@ class PromptStream:
             pass
         return all_TW
 
-    def adding(self, partial: Callable[[Part], Tensor]) -> "PromptStream":
+    def adding(self, partial: Callable[[CommunicatedRows], Tensor]) -> "PromptStream":
         """The stream after a sublayer. partial: computes this rank's partial sums of a part, float32 or bf16
         [evened, D]; they are reduced over ranks while the next part is computed."""
-        begin = self.group.begin_add_rows if self.divided else self.group.begin_add
+        begin = self.group.begin_reduce_scatter if self.divided else self.group.begin_all_reduce
         return replace(self, parts=tuple(replace(part, sums=begin(partial(part))) for part in self.parts))
 
     def added(self) -> "PromptStream":

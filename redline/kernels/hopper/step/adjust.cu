@@ -30,9 +30,9 @@ FN Position position_of(const AdjustLaunch& a, u32 t, i64 slot, u32 altered) {
     Position p;
     p.counts = a.counts + slot * a.vocabulary, p.masks = a.masks + (u64)t * a.words;
     p.adjusted = altered & ADJUSTED, p.masked = altered & MASKED;
-    p.presence = load_global_f32(numbers + NUMBER_PRESENCE);
-    p.frequency = load_global_f32(numbers + NUMBER_FREQUENCY);
-    p.repetition = load_global_f32(numbers + NUMBER_REPETITION);
+    p.presence = load_global_f32(numbers + NUMBER_PRESENCE_PENALTY);
+    p.frequency = load_global_f32(numbers + NUMBER_FREQUENCY_PENALTY);
+    p.repetition = load_global_f32(numbers + NUMBER_REPETITION_PENALTY);
     p.drafts = t % a.positions;
 #pragma unroll
     for (u32 i = 0; i < MOST_DRAFTS; i++)

@@ -33,6 +33,7 @@ from redline.kernels.hopper.step.step_rows import (
 )
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
+from redline.ops.penalties import PENALTIES, penalized
 
 MOST_BIASES = 300  # maximum tokens with a bias per slot, the limit of the API
 MOST_STOPS = 96  # maximum stop ids per slot: the API allows 64, and a model has a few of its own
@@ -42,9 +43,8 @@ IN_PROMPT = 1 << 30  # added to the count of a token that occurs in the prompt
 STOPS_FROM = 0
 BIASED = slice(1, 1 + MOST_BIASES)
 STOPS = slice(BIASED.stop, BIASED.stop + MOST_STOPS)
-# Columns of `LogitAdjustments.numbers`: the penalties, and the biases of the tokens BIASED.
-PRESENCE, FREQUENCY, REPETITION = range(3)
-BIASES = slice(3, 3 + MOST_BIASES)
+# Columns of `LogitAdjustments.numbers`: PENALTIES, and the biases of the tokens BIASED.
+BIASES = slice(len(PENALTIES), len(PENALTIES) + MOST_BIASES)
 
 PART = 2048  # tokens per block
 THREADS = 256
@@ -92,7 +92,7 @@ def reference(args: AdjustArgs) -> Tensor:
     slot_T = plan_BC[:, SLOT].repeat_interleave(positions)
     altered_T1 = plan_BC[:, ALTERED].repeat_interleave(positions)[:, None]
     own_TC, numbers_TC = wishes.tokens[slot_T].long(), wishes.numbers[slot_T]
-    presence_T1, frequency_T1, repetition_T1 = numbers_TC[:, :3].split(1, 1)
+    penalties = dict(zip(PENALTIES, numbers_TC[:, : len(PENALTIES)].split(1, 1), strict=True))
     of_row_T1 = torch.arange(positions, device=plan_BC.device).repeat(rows)[:, None]
 
     biased_TM = own_TC[:, BIASED]
@@ -103,10 +103,7 @@ def reference(args: AdjustArgs) -> Tensor:
     of_row_K = torch.arange(positions, device=plan_BC.device)
     before_TK = (of_row_K > 0) & (of_row_K <= of_row_T1)
     count_TV = wishes.counts[slot_T].scatter_add(1, ids_TK, before_TK.int())
-    repeated_TV = torch.where(x_TV > 0, x_TV / repetition_T1, x_TV * repetition_T1)
-    x_TV = torch.where(count_TV > 0, repeated_TV, x_TV)
-    generated_TV = count_TV & (IN_PROMPT - 1)
-    x_TV = torch.where(generated_TV > 0, x_TV - (presence_T1 + frequency_T1 * generated_TV), x_TV)
+    x_TV = torch.where(count_TV > 0, penalized(x_TV, count_TV & (IN_PROMPT - 1), **penalties), x_TV)
 
     stops_TS = own_TC[:, STOPS]
     length_T1 = args.results[:rows, BEFORE].repeat_interleave(positions)[:, None] + of_row_T1
@@ -142,9 +139,7 @@ def _kernel(width: int) -> CudaKernel:
         "TOKEN_BIASED": BIASED.start,
         "TOKEN_STOPS": STOPS.start,
         "TOKEN_COLUMNS": STOPS.stop,
-        "NUMBER_PRESENCE": PRESENCE,
-        "NUMBER_FREQUENCY": FREQUENCY,
-        "NUMBER_REPETITION": REPETITION,
+        **{f"NUMBER_{name.upper()}": place for place, name in enumerate(PENALTIES)},
         "NUMBER_BIASES": BIASES.start,
         "NUMBER_COLUMNS": BIASES.stop,
         "MOST_BIASES": MOST_BIASES,
@@ -209,8 +204,8 @@ def cases() -> Iterator[Case]:
             wishes = LogitAdjustments.empty(real + 4, vocabulary, plan.device)
             few = drawn(4, *wishes.counts.shape)
             wishes.counts[:] = (few - 1).clamp(min=0) + IN_PROMPT * drawn(2, *wishes.counts.shape) * (few > 1)
-            wishes.numbers[:, :3] = torch.randn(real + 4, 3, generator=g)
-            wishes.numbers[:, REPETITION] = torch.rand(real + 4, generator=g) + 0.5
+            wishes.numbers[:, : len(PENALTIES)] = torch.randn(real + 4, len(PENALTIES), generator=g)
+            wishes.numbers[:, PENALTIES.index("repetition_penalty")] = torch.rand(real + 4, generator=g) + 0.5
             for slot in range(0, real + 4, 2):
                 biased, stops = min(MOST_BIASES, vocabulary) - 5 * slot, 1 + slot
                 wishes.tokens[slot, STOPS_FROM] = slots.lengths[slot] + drawn(positions + 1, 1)

@@ -17,6 +17,7 @@ from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case, Cost, Op
+from redline.ops.sample import ODDS
 
 MOST_ROWS = 256  # maximum rows of a step that is captured as a CUDA graph
 MOST_POSITIONS = 16  # maximum per row: its last token and its drafts
@@ -24,12 +25,18 @@ MOST_STEP = 512  # maximum positions of all rows together
 MOST_PAGES = 2  # maximum new pages of a row in one plan
 MOST_DRAFTS = MOST_POSITIONS - 1
 
+# Facts of a slot, int64: its limit, its seed, and the bits of its odds (`ops.sample.ODDS`), each a float64.
+LIMIT, SEED = range(2)
+SLOT_ODDS = slice(2, 2 + len(ODDS))
+FACTS = SLOT_ODDS.stop
+
 # Columns of a plan, int64.
 SLOT = 0
 ASKED = 1  # maximum positions: one and the drafts; 0: the row is padding
 LENGTH = 2  # new length of the slot, if the host has changed it; else KEEP
-SLOT_FACTS = slice(3, 9)  # valid if LENGTH is given
-CELLS = slice(9, 9 + MOST_PAGES)  # indices in the flattened page tables, into which PAGES are written
+SLOT_FACTS = slice(3, 3 + FACTS)  # valid if LENGTH is given
+# Indices in the flattened page tables, into which PAGES are written.
+CELLS = slice(SLOT_FACTS.stop, SLOT_FACTS.stop + MOST_PAGES)
 PAGES = slice(CELLS.stop, CELLS.stop + MOST_PAGES)
 PROPOSE = PAGES.stop  # maximum drafts that the drafter makes after the row; -1: it does not read the row
 MATCH = PROPOSE + 1  # minimum length in tokens of a suffix match to draft from; 0: suffix matching is off
@@ -41,10 +48,6 @@ COLUMNS = ALTERED + 1
 
 KEEP = -1
 ADJUSTED, MASKED = 1, 2  # by the slot's logit adjustments; by masks that the host writes. 3: by both; 0: not at all
-
-# Facts of a slot, int64: its limit, and its sampling parameters. Three are the bits of a float64.
-LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
-FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 
 # Columns of a result, int64: the slot's length before the step, positions that ran, new tokens, number of drafts for
 # the next step, the source of the verified drafts (BY_*) and of the next drafts; the new tokens, the next drafts.

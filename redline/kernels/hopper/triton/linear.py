@@ -130,7 +130,7 @@ def block_rows(outputs: int, tokens: int) -> int:
     return 8 * TILE_N if outputs > 4 * TILE_N * SMS // -(-tokens // WIDE) else 4 * TILE_N
 
 
-class Turns(NamedTuple):
+class TileConfig(NamedTuple):
     """How a program iterates over its inputs."""
 
     inputs: int  # per iteration
@@ -140,7 +140,7 @@ class Turns(NamedTuple):
     warps: int = 4
 
 
-def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> Turns:
+def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> TileConfig:
     """Programs with few rows have little work in flight, so they take more inputs per iteration, if memory allows.
 
     Measured on an NVIDIA H100 at Kimi's sizes, microseconds by (inputs per iteration, split), with a floor of 6.3 and
@@ -154,15 +154,15 @@ def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> 
     rows = block_rows(outputs, tokens)
     if tokens > MOST_AT_ONCE:
         if rows > 4 * TILE_N:
-            turn = Turns(BLOCK_K // 2, stages=4, tokens=WIDE, warps=8)
+            turn = TileConfig(BLOCK_K // 2, stages=4, tokens=WIDE, warps=8)
             return turn._replace(inputs=BLOCK_K, stages=3) if slabs else turn  # 128 inputs of a slab are contiguous
         alone = tokens <= WIDE and 2 * -(-outputs // rows) <= SMS // 2  # few programs: two divide the tokens
-        return Turns(BLOCK_K, stages=4, tokens=WIDE // 2 if alone else WIDE)
+        return TileConfig(BLOCK_K, stages=4, tokens=WIDE // 2 if alone else WIDE)
     block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else MOST_AT_ONCE
     few = rows < 4 * TILE_N
     if few and tokens <= 32 and inputs % (4 * BLOCK_K) == 0:
-        return Turns(4 * BLOCK_K, 4 if rows == TILE_N else 1, stages=4, tokens=block_t)
-    return Turns(2 * BLOCK_K if few and inputs % (2 * BLOCK_K) == 0 else BLOCK_K, tokens=block_t)
+        return TileConfig(4 * BLOCK_K, 4 if rows == TILE_N else 1, stages=4, tokens=block_t)
+    return TileConfig(2 * BLOCK_K if few and inputs % (2 * BLOCK_K) == 0 else BLOCK_K, tokens=block_t)
 
 
 def launch(

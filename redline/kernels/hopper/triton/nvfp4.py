@@ -37,7 +37,7 @@ def _byte(x):
 
 @triton.jit
 def _nearest(y):
-    # The nearest e2m1 of y >= 0: steps of 1/2 up to 2, of 1 to 4, of 2 to 6. `Part._nearest` explains the rounding.
+    # The nearest e2m1 of y >= 0: steps of 1/2 up to 2, of 1 to 4, of 2 to 6. `Nvfp4Workspace._nearest` explains it.
     step = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     step = tl.minimum(tl.maximum(step, 1.0), 4.0) * 6291456.0
     return tl.minimum((y + step) - step, 6.0)
