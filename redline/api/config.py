@@ -47,6 +47,9 @@ class Limits(Record, frozen=True):
     grammar_seconds: float = 1.0  # to compile it: a worker compiles it again, and other requests may be queued
     grammar_memory: int = 2048 * MIB  # address space of the process that compiles it
     grammars: int = 64  # queued for compilation
+    images: int = 0  # in one request; 0: the model reads none
+    image_bytes: int = 20 * MIB  # of one image file
+    image_pixels: int = 64_000_000  # of one image, width x height
     body_seconds: float = 60.0  # within which the whole body has to arrive
 
 

@@ -317,7 +317,8 @@ class Handlers:
     async def _encoded(self, prompt: Prompt, param: str) -> Sequence[int]:
         """Token ids of a prompt. Raises RequestError for more tokens than a request may have."""
         most = self._limits.tokens
-        tokens = await self._gateway.encoder.encode(prompt, param, most)
+        prompt = await self._gateway.pictures.decoded(prompt, hold=False)
+        tokens = (await self._gateway.encoder.encode(prompt, param, most)).tokens
         if len(tokens) > most:
             raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
         return tokens

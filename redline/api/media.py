@@ -1,10 +1,21 @@
-"""Substitutes for content that this server cannot read: images, audio and files other than text.
+"""Images in requests, and substitutes for content that this server cannot read: audio, and files other than text.
 
-In a tool result, such content becomes a short text: an agent reads an image by its own tool and resends the result with
-every request, so an error would end its session. Elsewhere it is rejected with a message that Claude Code recognises:
-it removes the image and continues.
+If the model reads no images, an image in a tool result becomes a short text: an agent reads an image by its own tool
+and resends the result with every request, so an error would end its session. Elsewhere it is rejected with a message
+that Claude Code recognises: it removes the image and continues.
 """
 
+import base64
+import binascii
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from redline.api.config import Limits
+from redline.chat.conversation import Message, Picture
 from redline.errors import RequestError
 
 _NAMES = {
@@ -19,6 +30,7 @@ _NAMES = {
     "video": "video",
     "video_url": "video",
 }
+_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
 
 
 def in_result(kind: str) -> str | None:
@@ -33,3 +45,60 @@ def refused(kind: str, param: str, otherwise: str) -> RequestError:
     if name is None:
         return RequestError(otherwise, param)
     return RequestError(f"Could not process {name}: this server reads text only", param)
+
+
+class Images:
+    """The images of one request, in the order in which they are read. A parser puts a mark into the text in place of
+    each; `placed` takes the marks out again. A mark has 128 random bits, so that no client can write one."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._mark = f"\0{secrets.token_hex(16)}:"
+        self._found: list[Picture] = []
+
+    @property
+    def read(self) -> bool:
+        """Whether the model reads images."""
+        return self._limits.images > 0
+
+    def of_url(self, url: Any, param: str) -> str:
+        """The mark of an image that is given as a data URL. Raises RequestError."""
+        if not isinstance(url, str):
+            raise RequestError("expected a data URL: data:image/png;base64,...", param)
+        head = _DATA_URL.match(url[:80])
+        if head is None:
+            if url.startswith(("http://", "https://")):
+                raise RequestError("remote image URLs are not fetched; send the image as a data URL", param)
+            raise RequestError("expected a data URL: data:image/png;base64,...", param)
+        return self.of_base64(url[head.end() :], param)
+
+    def of_base64(self, data: Any, param: str) -> str:
+        """The mark of an image that is given as base64. Raises RequestError."""
+        if len(self._found) == self._limits.images:
+            raise RequestError(f"more than {self._limits.images} images in one request", param)
+        if not isinstance(data, str):
+            raise RequestError("expected the image as base64", param)
+        if len(data) > self._limits.image_bytes * 4 // 3 + 4:
+            raise RequestError(f"Could not process image: larger than {self._limits.image_bytes} bytes", param)
+        try:
+            file = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            raise RequestError("Could not process image: its base64 is not valid", param) from None
+        self._found.append(Picture(at=0, data=file, param=param))
+        return f"{self._mark}{len(self._found) - 1}\0"
+
+    def placed(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with pictures in place of the marks."""
+        return tuple(map(self._placed, messages)) if self._found else tuple(messages)
+
+    def _placed(self, message: Message) -> Message:
+        if self._mark not in message.content:
+            return message
+        first, *rest = message.content.split(self._mark)
+        texts, pictures, length = [first], list[Picture](), len(first)
+        for piece in rest:
+            number, _, text = piece.partition("\0")
+            pictures.append(msgspec.structs.replace(self._found[int(number)], at=length))
+            texts.append(text)
+            length += len(text)
+        return msgspec.structs.replace(message, content="".join(texts), pictures=tuple(pictures))

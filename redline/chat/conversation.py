@@ -24,11 +24,28 @@ class Tool(Record, frozen=True):
     param: str = "tools"  # the request field of its parameters, for errors
 
 
+class Picture(Record, frozen=True):
+    """An image in a message. Hash and size are known once it has been decoded."""
+
+    at: int  # characters of the message's content before it
+    data: bytes  # the file
+    param: str = "messages"  # the request's field, for errors
+    hash: bytes = b""  # of its patches
+    rows: int = 0  # of patches
+    columns: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Positions of the prompt: one for 2 x 2 patches."""
+        return self.rows * self.columns // 4
+
+
 class Message(Record, frozen=True):
     """One message of a conversation."""
 
     role: str  # system, user, assistant or tool
     content: str = ""
+    pictures: tuple[Picture, ...] = ()  # user and tool only; in the order of their places in `content`
     name: str | None = None  # None: the role is used as the name
     reasoning: str = ""  # assistant only
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only

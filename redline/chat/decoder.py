@@ -35,12 +35,13 @@ class Decoder:
         skip_special_tokens: bool = True,
         most_calls: int | None = None,
         min_tokens: int = 0,
+        image_tokens: int = 0,
     ) -> None:
         """Arguments:
 
         - `thinking`: the answer opens with reasoning (Style.thinks).
         - `stop`: strings that end the visible text. `stop_ids`: those of the job's Sampling.
-        - `prompt_tokens`: the number of prompt tokens; the End repeats it.
+        - `prompt_tokens`, `image_tokens`: the number of prompt tokens, and those of images; the End repeats them.
         - `parse`: read Kimi's chat format; False for raw completions, where everything is text.
         - `include_stop_str`: include the stop string or stop token that ended the answer in the text.
         - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
@@ -62,6 +63,7 @@ class Decoder:
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
+        self._image_tokens = image_tokens
         self._min_tokens = min_tokens
         self._completion_tokens = 0
         self._accepted_tokens = 0
@@ -144,6 +146,7 @@ class Decoder:
         return End(
             finish=finish,
             prompt_tokens=self._prompt_tokens,
+            image_tokens=self._image_tokens,
             completion_tokens=self._completion_tokens,
             cached_tokens=delta.cached_tokens,
             reasoning_tokens=self._reader.reasoning_tokens,

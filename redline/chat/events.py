@@ -45,6 +45,7 @@ class End(Record, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix cache
+    image_tokens: int = 0  # prompt tokens of images
     reasoning_tokens: int = 0  # included in completion_tokens
     accepted_tokens: int = 0  # draft tokens that were accepted
     rejected_tokens: int = 0  # draft tokens that were rejected

@@ -17,7 +17,7 @@ import msgspec
 from redline.chat.conversation import Conversation, Message, ToolCall
 from redline.chat.deepseek import ASSISTANT, DEEPSEEK_R1, DEEPSEEK_V3
 from redline.chat.style import Style
-from redline.chat.tokenizer import Piece, Special, Tokenizer
+from redline.chat.tokenizer import Pad, Piece, Special, Tokenizer
 from redline.chat.tools import declare_json, declare_typescript
 from redline.errors import CheckpointError, ContextTooLong
 
@@ -140,7 +140,7 @@ def _pieces(conversation: Conversation, style: KimiStyle, most: int) -> Iterator
         name = message.name or message.role
         match message.role:
             case "user":
-                yield from _turn("user", name, message.content)
+                yield from _turn("user", name, *_content(message))
             case "assistant":
                 reasoning = "" if index < history or forget else message.reasoning
                 turn = _turn("assistant", name, *_answer(message, reasoning, style))
@@ -149,7 +149,8 @@ def _pieces(conversation: Conversation, style: KimiStyle, most: int) -> Iterator
                 yield from turn
             case "tool":
                 known = ("\n", declare(message.declares, most)) if message.declares else ()
-                yield from _turn("system", name, f"## Return of {message.tool_call_id}\n", message.content, *known)
+                returned = f"## Return of {message.tool_call_id}\n"
+                yield from _turn("system", name, returned, *_content(message), *known)
             case _:
                 yield from _turn("system", name, message.content)
 
@@ -163,6 +164,17 @@ def _pieces(conversation: Conversation, style: KimiStyle, most: int) -> Iterator
 
 def _turn(marker: str, name: str, *body: Piece) -> Iterator[Piece]:
     yield from (Special(f"<|im_{marker}|>"), name, Special("<|im_middle|>"), *body, Special("<|im_end|>"))
+
+
+def _content(message: Message) -> Iterator[Piece]:
+    """The text of a message with its images in their places. K2.5's template ends the line after an image."""
+    before = 0
+    for picture in message.pictures:
+        yield message.content[before : picture.at]
+        yield from (Special("<|media_begin|>"), "image", Special("<|media_content|>"))
+        yield from (Pad("<|media_pad|>", picture), Special("<|media_end|>"), "\n")
+        before = picture.at
+    yield message.content[before:]
 
 
 def _answer(message: Message, reasoning: str, style: KimiStyle) -> Iterator[Piece]:

@@ -21,8 +21,10 @@ from typing import Any, cast
 
 import tiktoken
 
+from redline.chat.conversation import Picture
 from redline.chat.known import KnownTexts, parts
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
+from redline.messages.job import MediaSpan
 
 RESERVED = 256  # ids after the ranks, for control tokens
 ENDS = "[EOS]", "<|im_end|>"  # control tokens with which Kimi ends an answer
@@ -60,7 +62,19 @@ class Special:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pad(Special):
+    """The control token that is repeated for the positions of an image."""
+
+    picture: Picture
+
+
 Piece = Special | str
+
+
+def span_of(picture: Picture, start: int) -> MediaSpan:
+    """The positions of an image in a prompt of token ids."""
+    return MediaSpan(start=start, tokens=picture.tokens, hash=picture.hash, rows=picture.rows, columns=picture.columns)
 
 
 class Tokenizer:
@@ -152,6 +166,7 @@ class Tokenizer:
         between: Callable[[], None] = lambda: None,
         known: KnownTexts | None = None,
         salt: str = "",
+        media: list[MediaSpan] | None = None,
     ) -> list[int]:
         """Ids of text with control tokens in between, equal to those of the upstream tokenizer for the joined string.
 
@@ -159,7 +174,7 @@ class Tokenizer:
         Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
         `known` caches the ids of a slice's parts, under `salt`, without changing any id. Raises ContextTooLong, without
         encoding the rest, if there are more than `most` ids before the last slice (with `known`: its last part), and
-        ConfigError if the checkpoint has no control token of a given name.
+        ConfigError if the checkpoint has no control token of a given name. The spans of images are added to `media`.
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
@@ -168,7 +183,13 @@ class Tokenizer:
         end = 0
         for piece in pieces:
             if isinstance(piece, Special):
-                ids.append(self.special(piece.name))
+                count = 1
+                if isinstance(piece, Pad):
+                    count = piece.picture.tokens
+                    _check_length(ids, most - count)
+                    if media is not None:
+                        media.append(span_of(piece.picture, len(ids)))
+                ids += [self.special(piece.name)] * count
                 end += len(piece.name)
             else:
                 start, end = end, end + len(piece)

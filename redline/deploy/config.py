@@ -57,6 +57,10 @@ class Requests(Record, frozen=True):
         Annotated[float, Meta(ge=0.001, le=86400)] | None,
         setting("seconds from a request's arrival to its last token, then 504", absent="no limit", example=600.0),
     ] = None
+    images: Annotated[
+        Annotated[int, Meta(ge=0, le=256)],
+        setting("images in one request, of a model that reads images; 0: it reads none"),
+    ] = 16
     queue_tokens: Annotated[Count, setting("prompt tokens that may wait for a first token; beyond them 503")] = (
         Limits().queue_tokens
     )

@@ -26,6 +26,7 @@ from redline.chat.generation import generation_config_of
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.deploy.config import ADMIN_HOST, ServeConfig
+from redline.media.rules import ImageRules
 
 ADMIN_CONNECTIONS = 16  # reserved for the admin routes, unavailable to API and /metrics; in `budget.RESERVED_FILES`
 TELL_S = 1.0  # for clients to read their last response
@@ -83,7 +84,14 @@ def open_front(
     if spans is not None:
         edge.passages.watchers.append(spans)
     gateway = Gateway(
-        tokenizer, style, metrics, api.limits, resume_s=config.resume_s, targets=config.sla, replica=replica
+        tokenizer,
+        style,
+        metrics,
+        api.limits,
+        resume_s=config.resume_s,
+        targets=config.sla,
+        replica=replica,
+        rules=ImageRules.of_model(config.weights),
     )
     app = create_app(gateway, api, edge, scrape)
     server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls_of(config), connections))
@@ -91,8 +99,11 @@ def open_front(
 
 
 def limits_of(config: ServeConfig) -> Limits:
-    """The limits of requests and connections of a deployment."""
-    return Limits(**msgspec.structs.asdict(config.requests))
+    """The limits of requests and connections of a deployment. A model that reads images takes larger bodies."""
+    limits = Limits(**msgspec.structs.asdict(config.requests))
+    if not limits.images or ImageRules.of_model(config.weights) is None:
+        return msgspec.structs.replace(limits, images=0)
+    return msgspec.structs.replace(limits, body_bytes=4 * limits.body_bytes, bodies_bytes=2 * limits.bodies_bytes)
 
 
 def tls_of(config: ServeConfig) -> tuple[str, str] | None:

@@ -55,6 +55,20 @@ class ImageRules(msgspec.Struct, frozen=True):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: media_proc_cfg: {error}") from None
 
+    @classmethod
+    def of_model(cls, folder: Path | str) -> "ImageRules | None":
+        """As `of`; None if the model in this folder has no vision tower, by its config and its index."""
+        folder = Path(folder)
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            index = folder / "model.safetensors.index.json"
+            names = json.loads(index.read_text())["weight_map"] if index.exists() else ["vision_tower."]
+        except (OSError, ValueError, KeyError):
+            return None  # the reader of the checkpoint tells what is wrong
+        if not config.get("vision_config") or not any(name.startswith("vision_tower.") for name in names):
+            return None
+        return cls.of(folder)
+
     def layout(self, width: int, height: int) -> Layout:
         """The layout of an image of this size in pixels, after its orientation has been applied."""
         patch, side = self.patch_size, self.patch_limit_on_one_side * self.patch_size

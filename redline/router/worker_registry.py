@@ -397,7 +397,13 @@ class WorkerRegistry:
         length, pages = min(ready.max_model_len for ready in all), sum(ready.pages for ready in all)
         self.latency_model.step_tokens = min(ready.step_tokens for ready in all)
         self.latency_model.experts(all[0].experts_of, all[0].experts_chosen)
-        ready = Ready(max_model_len=length, pages=pages, fingerprint=all[0].fingerprint, summary=all[0].summary)
+        ready = Ready(
+            max_model_len=length,
+            pages=pages,
+            fingerprint=all[0].fingerprint,
+            summary=all[0].summary,
+            image_tokens=min(one.image_tokens for one in all),
+        )
         if ready != self._ready:
             self._ready = self.last = ready
 

@@ -450,7 +450,8 @@ def load_model(
         drafter = Eagle3.open(speculation.drafter, geometry)
         if why_not(geometry, device) is None:
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
-    vision = vision_config(folder, geometry.hidden_size) if checkpoint is not None else None
+    rules = ImageRules.of_model(folder) if checkpoint is not None else None
+    vision = None if rules is None else vision_config(folder, geometry.hidden_size)
     if vision is not None:
         aside += vision_bytes(vision, device)
     if device.type == "cpu":
@@ -498,7 +499,7 @@ def load_model(
         lambda: Tokenizer.open(Path(folder)),
         sizes.step_tokens,
         tower,
-        None if tower is None else ImageRules.of(folder),
+        rules,
     )
 
 

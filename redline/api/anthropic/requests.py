@@ -54,6 +54,7 @@ class _Plain(Item, gc=False):
 class _Source(Item, gc=False):
     type: Name
     data: str | None = None
+    url: str | None = None
     content: str | list[_Plain] | None = None
 
 
@@ -222,7 +223,8 @@ def _conversation(request: _Prompt, limits: Limits, objects: Objects) -> Convers
         if not is_absent(raw) and bytes(raw) != b"[]":
             raise RequestError(f"{field} is not supported", field)
     tools = _tools(request, limits, objects)
-    messages = _messages(request, limits, {tool.name: tool for tool in tools if tool.deferred})
+    images = media.Images(limits)
+    messages = images.placed(_messages(request, limits, {tool.name: tool for tool in tools if tool.deferred}, images))
     last = request.messages[-1]
     continues = last.role == "assistant"
     if continues and messages[-1].tool_calls:
@@ -251,7 +253,7 @@ def _keeps_thinking(management: _ContextManagement | None) -> bool:
     return keeps
 
 
-def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tuple[Message, ...]:
+def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool], images: media.Images) -> tuple[Message, ...]:
     """deferred: tools by name; the message with the first result that refers to a tool declares it."""
     found: list[Message] = []
     match request.system:
@@ -273,7 +275,7 @@ def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tu
             found.append(_assistant(blocks, place))
             calls += len(found[-1].tool_calls)
         else:
-            found += _user(message.role, blocks, place, deferred)
+            found += _user(message.role, blocks, place, deferred, images)
         if len(found) > limits.messages:
             raise RequestError(f"at most {limits.messages} messages in one request", "messages")
         if calls > limits.calls:
@@ -281,7 +283,9 @@ def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tu
     return tuple(found)
 
 
-def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, Tool]) -> list[Message]:
+def _user(
+    role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, Tool], images: media.Images
+) -> list[Message]:
     """Messages of a user turn: each tool result is a separate message; adjacent texts are joined."""
     found: list[Message] = []
     texts: list[str] = []
@@ -299,7 +303,9 @@ def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, T
                 show()
                 if not block.tool_use_id:
                     raise RequestError("a tool_result needs its tool_use_id", f"{place}[{index}].tool_use_id")
-                found.append(_result(block, block.tool_use_id, f"{place}[{index}].content", deferred))
+                found.append(_result(block, block.tool_use_id, f"{place}[{index}].content", deferred, images))
+            case "image" if images.read:
+                texts.append(_image(block, f"{place}[{index}]", images))
             case _ if _is_foreign(block):
                 pass
             case kind:
@@ -310,13 +316,27 @@ def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, T
     return found or [Message(role=role)]
 
 
-def _result(block: _Block, call: str, place: str, deferred: dict[str, Tool]) -> Message:
+def _image(block: _Text | _Block, place: str, images: media.Images) -> str:
+    """The mark of an image block."""
+    match block.source:
+        case _Source(type="base64", data=data):
+            return images.of_base64(data, f"{place}.source.data")
+        case _Source(type="url", url=url):
+            return images.of_url(url, f"{place}.source.url")
+        case _:
+            raise RequestError("expected a source of type base64 or url", f"{place}.source")
+
+
+def _result(block: _Block, call: str, place: str, deferred: dict[str, Tool], images: media.Images) -> Message:
     content = None if is_absent(block.content) else decoded(_RESULT, block.content, place)
     if content is None or isinstance(content, str):
         return Message(role="tool", content=content or "", tool_call_id=call)
     texts: list[str] = []
     declares: list[Tool] = []
     for index, part in enumerate(content):
+        if part.type == "image" and images.read:
+            texts.append(_image(part, f"{place}[{index}]", images))
+            continue
         if part.type != "tool_reference":
             texts.append(_text_of(part, f"{place}[{index}]", of_result=True))
             continue

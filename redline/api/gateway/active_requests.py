@@ -13,6 +13,7 @@ import msgspec
 from redline import clock
 from redline.api.auth.quota import Caller
 from redline.api.telemetry.request_traces import RequestTrace
+from redline.chat.conversation import Picture
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
 from redline.router.request_history import RequestRecord
@@ -64,6 +65,7 @@ class JobState:
     output: list[int] = field(default_factory=list[int])  # tokens received so far
     scored: int = 0  # prompt tokens whose logprobs were received
     cached_tokens: int = 0  # prompt tokens cached at the first worker
+    pictures: tuple[Picture, ...] = ()  # of its prompt
 
     def __post_init__(self) -> None:
         self.first_id = self.message.id
@@ -129,6 +131,11 @@ class ActiveRequests:
         """The job that a message of `worker` belongs to; None if it has ended, or was requeued."""
         job = self._jobs.get(id)
         return job if job is not None and job.worker is worker else None
+
+    def pictures(self, id: JobId) -> tuple[Picture, ...]:
+        """The images in the prompt of a job; none if it has ended."""
+        job = self._jobs.get(id)
+        return () if job is None else job.pictures
 
     def add(self, job: JobState) -> None:
         """Add a new job, without a worker."""

@@ -9,7 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from redline import clock
 from redline.api.ask import Prompt
@@ -22,11 +22,19 @@ from redline.chat.said_calls import SaidCalls
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, RequestError
+from redline.messages.job import MediaSpan
 
 INLINE_CHARS = 4096  # encoding more characters takes over a millisecond, during which the event loop serves no stream
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class EncodedPrompt(NamedTuple):
+    """Token ids of a prompt, and the positions of its images."""
+
+    tokens: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
 
 
 class Encoder:
@@ -40,8 +48,9 @@ class Encoder:
         self._said = SaidCalls(limits.said_bytes)
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
-    async def encode(self, prompt: Prompt, param: str, most: int, salt: str = "") -> tuple[int, ...]:
-        """Token ids of a prompt. Encoding stops soon after `most` tokens, so there may be slightly more.
+    async def encode(self, prompt: Prompt, param: str, most: int, salt: str = "") -> EncodedPrompt:
+        """Token ids of a prompt, whose images have been decoded (`Pictures.decoded`). Encoding stops soon after `most`
+        tokens, so there may be slightly more.
 
         param: the request field of the prompt, for errors. salt: of the request. Raises RequestError for ids outside
         the vocabulary, ContextTooLong for a list of more than `most` ids and for a text that was not encoded to its
@@ -62,7 +71,7 @@ class Encoder:
                 if len(prompt) > most:
                     raise ContextTooLong(f"{param} is {len(prompt)} tokens; at most {most} are read", param)
                 await self.in_thread(len(prompt), self.check_ids, prompt, param)
-                return prompt
+                return EncodedPrompt(prompt)
         left = threading.Event()
         salt = cache_salt(caller, salt)
         try:
@@ -112,12 +121,12 @@ class Encoder:
         left: threading.Event,
         salt: str,
         passage: RequestSpan | None,
-    ) -> tuple[int, ...]:
+    ) -> EncodedPrompt:
         def check() -> None:
             if left.is_set():
                 raise asyncio.CancelledError  # no request waits for the result any more
 
-        began = clock.perf_counter()
+        began, media = clock.perf_counter(), list[MediaSpan]()
         if isinstance(prompt, str):  # a raw prompt was rendered by the client
             tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
         else:
@@ -125,10 +134,10 @@ class Encoder:
             if passage is not None:
                 passage.did("template", began)
                 began = clock.perf_counter()
-            tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, self.known, salt))
+            tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, self.known, salt, media))
         if passage is not None:
             passage.did("tokenise", began)
-        return tokens
+        return EncodedPrompt(tokens, tuple(media))
 
 
 def cache_salt(caller: Caller, salt: str) -> str:

@@ -4,29 +4,33 @@ Invariant: `begin` returns a Generation that owns every job it has sent, or rais
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from redline import clock
-from redline.api.ask import Ask
+from redline.api.ask import Ask, Prompt
 from redline.api.auth.quota import CALLER, Caller, ServedRate
 from redline.api.config import Limits, Sla
 from redline.api.gateway.active_requests import ActiveRequests
 from redline.api.gateway.admission import Admission
 from redline.api.gateway.dispatcher import Dispatcher
-from redline.api.gateway.encoder import INLINE_CHARS, Encoder
+from redline.api.gateway.encoder import INLINE_CHARS, EncodedPrompt, Encoder
 from redline.api.gateway.generation import Generation
 from redline.api.gateway.job_builder import JobBuilder
 from redline.api.gateway.job_metrics import JobMetrics
+from redline.api.gateway.pictures import Pictures, pictures_of
 from redline.api.gateway.worker_monitor import WorkerMonitor
 from redline.api.http.stream_flusher import StreamFlusher
 from redline.api.peer_replicas import PeerReplicas
 from redline.api.telemetry.metrics import Metrics
 from redline.api.telemetry.request_traces import RequestTraces
 from redline.api.telemetry.sla import Attainment, targets_of
+from redline.chat.conversation import Picture
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, DeadlineExceeded, PromptTooLong, RequestError, WorkerLost
+from redline.media.rules import ImageRules
 from redline.messages.job import Job, Sampling
 from redline.messages.news import Ready
 from redline.router.request_history import RequestHistory
@@ -48,9 +52,11 @@ class Gateway:
         resume_s: float = 0.0,
         targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
+        rules: ImageRules | None = None,
     ) -> None:
         """resume_s: seconds beyond a worker's start time for which jobs of a worker that went down wait for another
-        one. targets: SLO targets by class name. replica: name of this API replica, if there are several."""
+        one. targets: SLO targets by class name. replica: name of this API replica, if there are several.
+        rules: of the model's preprocessor; None: the model reads no images."""
         self.metrics = metrics
         self.workers = WorkerRegistry(clock)
         self.peers = PeerReplicas(self.workers)
@@ -59,6 +65,7 @@ class Gateway:
         self.history = RequestHistory(clock)
         self.encoder = Encoder(tokenizer, style, limits)
         self.builder = JobBuilder(self.encoder, limits, replica)
+        self.pictures = Pictures(rules, limits)
         self.requests = ActiveRequests(self.workers)
         metrics.queue(lambda: self.requests.waiting, lambda: self.requests.waiting_tokens)
         self._served = ServedRate(clock)
@@ -68,7 +75,7 @@ class Gateway:
             self.workers, self.requests, metrics, measured, self._served, targets_of(targets), resume_s
         )
         self.monitor = WorkerMonitor(
-            self.workers, self.requests, self.dispatcher, self._flusher, metrics, clock, replica
+            self.workers, self.requests, self.dispatcher, self._flusher, metrics, self.pictures, clock, replica
         )
         self.admission = Admission(limits, self.requests, self.peers, self.monitor, self.dispatcher, self._served)
         self._at_end: list[Callable[[], object]] = []
@@ -126,6 +133,7 @@ class Gateway:
         """Call after `close`, once no request is served any more: waits for the grammar processes to exit, then calls
         the functions given to `at_end`."""
         await self.builder.grammars.ended()
+        await self.pictures.ended()
         while self._at_end:
             left = await asyncio.to_thread(self._at_end.pop())
             if asyncio.iscoroutine(left):
@@ -138,40 +146,55 @@ class Gateway:
         self.admission.check_quota(caller, 0)  # before its text is encoded
         self.encoder.check_ids(ask.sampling.stop_ids, "stop_token_ids")
         self.encoder.check_ids([token for token, _ in ask.sampling.logit_bias], "logit_bias")
-        jobs: list[Job] = []
+        jobs, pictures = list[Job](), list[Picture]()
         tokens = 0  # prompt tokens of this request so far, each prompt counted n times
         try:
             for place in range(len(ask.prompts)):
-                prompt, sampling = await self._prepare(ask, place, tokens, engine.max_model_len)
-                tokens += ask.n * len(prompt)
-                self.requests.preparing_tokens += ask.n * len(prompt)
+                asked = await self.pictures.decoded(ask.prompts[place])
+                pictures += pictures_of(asked)
+                prompt, sampling = await self._prepare(ask, place, asked, tokens, engine)
+                tokens += ask.n * len(prompt.tokens)
+                self.requests.preparing_tokens += ask.n * len(prompt.tokens)
                 jobs += await self.builder.jobs(ask, prompt, sampling, engine.fingerprint)
             # During encoding, the worker may have gone down and other requests may have arrived.
             if self.admission.engine().fingerprint != engine.fingerprint:
                 raise WorkerLost("the model was replaced while the request was encoded")
             self.admission.check_queue(ask)
             self.admission.charge(caller, tokens)
+        except BaseException:
+            self.pictures.release(pictures)
+            raise
         finally:
             self.requests.preparing_tokens -= tokens
         generation = Generation(
             ask, jobs, caller, arrived_at, self.dispatcher, self.encoder, self._flusher, self.history
         )
+        if pictures:
+            generation.at_close = functools.partial(self.pictures.release, pictures)
+            for job in generation.jobs:
+                job.pictures = tuple(pictures)
         await self._start(generation)
         return generation
 
-    async def _prepare(self, ask: Ask, place: int, before: int, limit: int) -> tuple[tuple[int, ...], Sampling]:
+    async def _prepare(
+        self, ask: Ask, place: int, prompt: Prompt, before: int, engine: Ready
+    ) -> tuple[EncodedPrompt, Sampling]:
         """Token ids and sampling parameters of the request's prompt at index `place`. before: tokens of the prompts
-        before it. limit: the context length."""
-        prompt, param = ask.prompts[place], ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
+        before it."""
+        limit, param = engine.max_model_len, ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
         try:
-            tokens = await self.encoder.encode(prompt, param, limit, ask.salt)
+            encoded = await self.encoder.encode(prompt, param, limit, ask.salt)
         except ContextTooLong:
             raise PromptTooLong(param, limit + 1, limit, at_least=True) from None
+        tokens = encoded.tokens
         if not tokens:
             raise RequestError(f"{param} is empty", param)
+        if (images := sum({span.hash: span.tokens for span in encoded.media}.values())) > engine.image_tokens:
+            reads = f"at most {engine.image_tokens} in one request" if engine.image_tokens else "the model reads none"
+            raise RequestError(f"the images take {images} tokens; {reads}", param)
         sampling = await self.builder.sampling(ask, prompt, tokens, limit, param)
         self.admission.check_tokens(ask, before, len(tokens))
-        return tokens, sampling
+        return encoded, sampling
 
     async def _start(self, generation: Generation) -> None:
         """Send the jobs of a request. Raises MessageTooLarge; then all of them are aborted."""

@@ -96,6 +96,7 @@ class Generation:
         self._salt = cache_salt(caller, ask.salt)
         self._scores = ask.sampling.max_tokens == 0
         self._reasoning, self._token_ids, self._proposers = ask.reasoning, ask.token_ids, ask.proposers
+        self.at_close: Callable[[], object] | None = None  # called once
         self._deadline: asyncio.TimerHandle | None = None
         self._silence_check: asyncio.TimerHandle | None = None
         self._silence = 0  # runs of `_silence_check` since the last write
@@ -241,6 +242,9 @@ class Generation:
                 timer.cancel()
         for job in self.jobs:
             self._dispatcher.abort(job, "aborted")
+        if self.at_close is not None:
+            self.at_close()
+            self.at_close = None
 
     def __enter__(self) -> "Generation":
         return self
@@ -358,6 +362,7 @@ def _decoder(encoder: Encoder, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
         skip_special_tokens=ask.skip_special_tokens,
         most_calls=0 if chat and not prompt.tools else None if ask.calls.parallel else 1,
         min_tokens=job.sampling.min_tokens,
+        image_tokens=sum(span.tokens for span in job.media),
     )
 
 

@@ -14,7 +14,7 @@ from redline import clock
 from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.auth.quota import CALLER, Caller
 from redline.api.config import Limits
-from redline.api.gateway.encoder import Encoder, cache_salt
+from redline.api.gateway.encoder import EncodedPrompt, Encoder, cache_salt
 from redline.api.grammars.grammars import Grammars
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation
@@ -51,11 +51,12 @@ class JobBuilder:
         # A worker that cannot decode a job dies, and so does the next one that the job is requeued to.
         return _SAMPLING.decode(msgspec.msgpack.encode(sampling))
 
-    async def jobs(self, ask: Ask, tokens: tuple[int, ...], sampling: Sampling, fingerprint: str) -> list[Job]:
+    async def jobs(self, ask: Ask, prompt: EncodedPrompt, sampling: Sampling, fingerprint: str) -> list[Job]:
         """The `n` jobs of a prompt. fingerprint: of the model."""
         caller = CALLER.get()
         id, salt = JobId(uuid.uuid4().hex), cache_salt(caller, ask.salt)
-        job = await self._encoder.in_thread(len(tokens), make_job, id, tokens, sampling, fingerprint, salt)
+        tokens, media = prompt
+        job = await self._encoder.in_thread(len(tokens), make_job, id, tokens, sampling, fingerprint, salt, media)
         # The job's id begins with the request's id, so that worker messages contain it.
         prefix = f"{caller.request_id}.{job.id}" if caller.request_id else job.id
         seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK

@@ -11,12 +11,14 @@ from typing import Protocol
 from redline import clock
 from redline.api.gateway.active_requests import ActiveRequests, JobState
 from redline.api.gateway.dispatcher import Dispatcher
+from redline.api.gateway.pictures import Pictures
 from redline.api.http.stream_flusher import StreamFlusher
 from redline.api.telemetry.metrics import Metrics
 from redline.messages.channel import AsyncInbox, Outbox
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.handoff import WorkerDown
+from redline.messages.media import ImageWanted
 from redline.messages.news import Cached, Failed, Heartbeat, Load, Missed, Ping, Ready, Role, RoleTaken, TakeRole
 from redline.messages.profile import Profiled
 from redline.router.roles import STAY_S, is_done
@@ -49,6 +51,7 @@ class WorkerMonitor:
         dispatcher: Dispatcher,
         flusher: StreamFlusher,
         metrics: Metrics,
+        pictures: Pictures,
         clock: Callable[[], float],
         replica: str,
     ) -> None:
@@ -60,6 +63,7 @@ class WorkerMonitor:
         self._dispatcher = dispatcher
         self._flusher = flusher
         self._metrics = metrics
+        self._pictures = pictures
         self._clock = clock
         self._checked_at: float | None = None
 
@@ -169,6 +173,8 @@ class WorkerMonitor:
         match message:
             case Delta():
                 self._dispatcher.deliver(worker, message)
+            case ImageWanted():
+                self._pictures.send(worker, message, self._requests.pictures(message.job))
             case Load():
                 self.workers.update_load(worker, message)
                 self._metrics.load(message, worker.name, worker.epoch)

@@ -173,6 +173,7 @@ def usage_of(ends: Sequence[End], n: int) -> CompletionUsage:
         prompt=sum(end.prompt_tokens for end in firsts),
         completion=sum(end.completion_tokens for end in ends),
         cached=cached,
+        images=sum(end.image_tokens for end in firsts),
         reasoning=sum(end.reasoning_tokens for end in ends),
         accepted=sum(end.accepted_tokens for end in ends),
         rejected=sum(end.rejected_tokens for end in ends),
@@ -180,15 +181,21 @@ def usage_of(ends: Sequence[End], n: int) -> CompletionUsage:
 
 
 def usage(
-    prompt: int, completion: int, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
+    prompt: int,
+    completion: int,
+    cached: int = 0,
+    images: int = 0,
+    reasoning: int = 0,
+    accepted: int = 0,
+    rejected: int = 0,
 ) -> CompletionUsage:
-    """All counts are tokens. cached: of the prompt. reasoning, accepted: part of `completion`. accepted, rejected:
-    draft tokens."""
+    """All counts are tokens. cached, images: of the prompt. reasoning, accepted: part of `completion`. accepted,
+    rejected: draft tokens."""
     return CompletionUsage(
         prompt,
         completion,
         prompt + completion,
-        PromptTokensDetails(cached),
+        PromptTokensDetails(cached, images or UNSET),
         CompletionTokensDetails(reasoning, accepted, rejected),
     )
 

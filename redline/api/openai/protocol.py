@@ -15,6 +15,7 @@ Byte = Annotated[int, msgspec.Meta(ge=0, le=255)]
 
 class PromptTokensDetails(ResponseBody):
     cached_tokens: Count
+    image_tokens: Count | UnsetType = UNSET
 
 
 class CompletionTokensDetails(ResponseBody):

@@ -88,9 +88,15 @@ class _Thought(Item, gc=False):
     text: str | None = None
 
 
+class _ImageUrl(Item, gc=False):
+    url: str
+    detail: Name | None = None  # Kimi's preprocessor has one resolution
+
+
 class _Part(Item, gc=False):
     type: Name
     text: str | None = None
+    image_url: _ImageUrl | str | None = None
     refusal: str | None = None
     thinking: str | list[_Thought] | None = None
 
@@ -705,12 +711,12 @@ def _conversation(
     request: "_Chat | _Tokenize", messages: Sequence[_Message], limits: Limits, defaults: Defaults
 ) -> Conversation:
     thinking, preserve = _thinking(request, defaults)
-    objects = Objects(limits)
+    objects, images = Objects(limits), media.Images(limits)
     continues = _continues(request, messages)
     if not (continues or isinstance(request, _Tokenize) or request.add_generation_prompt is not False):
         raise RequestError("false is supported only together with continue_final_message", "add_generation_prompt")
     return Conversation(
-        messages=_messages(messages, limits, objects),
+        messages=images.placed(_messages(messages, limits, objects, images)),
         tools=_tools(request.tools, limits, objects) if _choice(request.tool_choice) != "none" else (),
         thinking=thinking,
         preserve_thinking=preserve,
@@ -850,14 +856,16 @@ class Objects:
         return value
 
 
-def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) -> tuple[Message, ...]:
+def _messages(
+    messages: Sequence[_Message], limits: Limits, objects: Objects, images: media.Images
+) -> tuple[Message, ...]:
     if len(messages) > limits.messages:
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
     if sum(len(message.tool_calls or ()) for message in messages) > limits.calls:
         raise RequestError(f"at most {limits.calls} tool calls in one request", "messages")
     custom = {call.id for message in messages for call in message.tool_calls or () if call.type == "custom"}
     return tuple(
-        _message(message, f"messages[{index}]", objects)
+        _message(message, f"messages[{index}]", objects, images)
         for index, message in enumerate(messages)
         if not (custom and _is_custom(message, custom))
     )
@@ -870,9 +878,9 @@ def _is_custom(message: _Message, custom: set[str]) -> bool:
     return not message.content and bool(calls := message.tool_calls) and all(call.type == "custom" for call in calls)
 
 
-def _message(message: _Message, place: str, objects: Objects) -> Message:
+def _message(message: _Message, place: str, objects: Objects, images: media.Images) -> Message:
     role = "system" if message.role == "developer" else message.role
-    content = _content(message.content, f"{place}.content", role)
+    content = _content(message.content, f"{place}.content", role, images)
     if role == "assistant" and message.content is None:
         content = message.refusal or ""
     if role == "tool" and not message.tool_call_id:
@@ -897,15 +905,15 @@ def _message(message: _Message, place: str, objects: Objects) -> Message:
 _THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # part types that gateways translate other APIs' into
 
 
-def _content(content: str | list[_Part] | None, place: str, role: str) -> str:
+def _content(content: str | list[_Part] | None, place: str, role: str, images: media.Images) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(_text_of(part, f"{place}[{index}]", role) for index, part in enumerate(content))
+    return "".join(_text_of(part, f"{place}[{index}]", role, images) for index, part in enumerate(content))
 
 
-def _text_of(part: _Part, place: str, role: str) -> str:
+def _text_of(part: _Part, place: str, role: str, images: media.Images) -> str:
     match part.type:
         case "text":
             if part.text is None:
@@ -915,6 +923,12 @@ def _text_of(part: _Part, place: str, role: str) -> str:
             return part.refusal
         case kind if role == "assistant" and kind in _THOUGHTS:
             return ""  # see _thoughts
+        case "image_url" if images.read and role in ("user", "tool"):
+            if not isinstance(part.image_url, _ImageUrl):
+                raise RequestError("expected an object with a `url`", f"{place}.image_url")
+            return images.of_url(part.image_url.url, f"{place}.image_url.url")
+        case "image_url" if images.read:
+            raise RequestError(f"images are read in messages of users and tools, not of role {role}", f"{place}.type")
         case kind if role == "tool" and (instead := media.in_result(kind)) is not None:
             return instead
         case kind:

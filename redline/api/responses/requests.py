@@ -59,6 +59,8 @@ class _Part(Item, gc=False):
     type: Name
     text: str | None = None
     refusal: str | None = None
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 class _Input(Item, gc=False):
@@ -304,6 +306,7 @@ class _Items:
         self._flat = flat
         self._kept = kept
         self._turn = _Turn()
+        self._images = media.Images(limits)
         self.references: list[str] = []
         self.left_out: dict[str, None] = {}  # types of ignored items
         found: list[Message] = []
@@ -316,7 +319,7 @@ class _Items:
                     break
         self._turn.end(found)
         _check_bounds(found, limits)
-        self.messages = tuple(found)
+        self.messages = self._images.placed(found)
 
     def _add(self, item: _Input, place: str, found: list[Message]) -> None:
         turn = self._turn
@@ -332,7 +335,9 @@ class _Items:
                     raise RequestError("a message needs role and content", place)
                 turn.end(found)
                 role = "system" if item.role == "developer" else item.role
-                found.append(Message(role=role, content=_content(item.content, f"{place}.content")))
+                images = self._images if role == "user" else None
+                content = _content(item.content, f"{place}.content", images=images)
+                found.append(Message(role=role, content=content))
             case "reasoning":
                 turn.think(_reasoning(item, place), found)
             case "function_call":
@@ -347,7 +352,7 @@ class _Items:
                 if not item.call_id:
                     raise RequestError("a function_call_output needs the call_id of its call", f"{place}.call_id")
                 turn.end(found)
-                content = _content(item.output, f"{place}.output", of_result=True)
+                content = _content(item.output, f"{place}.output", of_result=True, images=self._images)
                 found.append(Message(role="tool", content=content, tool_call_id=item.call_id))
             case kind if kind in _HOSTED or not any(_says(getattr(item, word)) for word in _WORDS):
                 self.left_out[kind] = None
@@ -425,16 +430,26 @@ def _says(member: str | msgspec.Raw | None) -> bool:
 
 
 def _content(
-    raw: msgspec.Raw, place: str, kind: msgspec.json.Decoder[Any] = _CONTENT, *, of_result: bool = False
+    raw: msgspec.Raw,
+    place: str,
+    kind: msgspec.json.Decoder[Any] = _CONTENT,
+    *,
+    of_result: bool = False,
+    images: media.Images | None = None,
 ) -> str:
-    """of_result: the content is a tool result, where text replaces an image. Raises RequestError."""
+    """of_result: the content is a tool result, where text replaces what the model cannot read. images: collects images;
+    None: they are refused here. Raises RequestError."""
     content: str | list[_Part] | None = None if is_absent(raw) else decoded(kind, raw, place)
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if of_result and (instead := media.in_result(part.type)) is not None:
+        if part.type == "input_image" and images is not None and images.read:
+            if part.file_id is not None:
+                raise RequestError("files are not stored: send the image as a data URL", f"{place}[{index}].file_id")
+            text = images.of_url(part.image_url, f"{place}[{index}].image_url")
+        elif of_result and (instead := media.in_result(part.type)) is not None:
             text = instead
         elif part.type not in (*_TEXTS, "refusal"):
             otherwise = f"content of type {part.type} is not supported: text only"

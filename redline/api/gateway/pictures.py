@@ -1,0 +1,131 @@
+"""The images of conversations: decodes those of a request, and sends their pixels to the workers that ask for them.
+
+Invariant: the patches of an image are kept from its decoding until a worker has them, or no request needs them. A
+worker that asks again, after a restart or for another job, gets them decoded again from the file, which the request
+holds.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from redline.api.ask import Prompt
+from redline.api.config import Limits
+from redline.chat.conversation import Conversation, Message, Picture
+from redline.errors import RedlineError
+from redline.media.child import Decoded
+from redline.media.decoder import ImageDecoder
+from redline.media.hashing import image_hash
+from redline.media.rules import ImageRules
+from redline.messages.media import ImageData, ImageWanted
+from redline.router.worker_registry import WorkerHandle
+
+KNOWN = 4096  # decoded files whose hash and size are remembered, so that a file in a history is decoded once
+
+log = logging.getLogger("redline.api")
+
+
+class _Known(NamedTuple):
+    hash: bytes
+    rows: int
+    columns: int
+
+
+class Pictures:
+    """Decodes images in a process of its own. rules: None if the model reads no images."""
+
+    def __init__(self, rules: ImageRules | None, limits: Limits) -> None:
+        self._decoder = None if rules is None else ImageDecoder(rules, limits.image_pixels)
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by the hash of the file; the latest used last
+        self._patches: dict[bytes, bytes] = {}  # by image hash, until a worker has them
+        self._users: dict[bytes, int] = {}  # requests with the image, by image hash
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def decoded(self, prompt: Prompt, *, hold: bool = True) -> Prompt:
+        """A prompt with the hash and the size of each of its images, which are held until `release` (hold=False: they
+        are only measured). Raises RequestError for a file that cannot be processed, and Overloaded."""
+        if not isinstance(prompt, Conversation) or not any(message.pictures for message in prompt.messages):
+            return prompt
+        messages, found = list[Message](), list[Picture]()
+        try:
+            for message in prompt.messages:
+                pictures: list[Picture] = []
+                for picture in message.pictures:
+                    pictures.append(await self._read(picture, hold=hold))
+                    found.append(pictures[-1])
+                messages.append(msgspec.structs.replace(message, pictures=tuple(pictures)) if pictures else message)
+        except BaseException:
+            if hold:
+                self.release(found)
+            raise
+        return msgspec.structs.replace(prompt, messages=tuple(messages))
+
+    def release(self, pictures: Sequence[Picture]) -> None:
+        """The request that held these images has ended, or was refused."""
+        for hash in [picture.hash for picture in pictures]:
+            self._users[hash] -= 1
+            if not self._users[hash]:
+                del self._users[hash]
+                self._patches.pop(hash, None)
+
+    def send(self, worker: WorkerHandle, wanted: ImageWanted, pictures: Sequence[Picture]) -> None:
+        """Sends the pixels of one of these images of a job to its worker, soon."""
+        picture = next((one for one in pictures if one.hash == wanted.hash), None)
+        if picture is None:  # the job has ended
+            return
+        task = asyncio.get_running_loop().create_task(self._send(worker, picture))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def ended(self) -> None:
+        """Kills the decoding process."""
+        for task in self._sending:
+            task.cancel()
+        if self._decoder is not None:
+            await self._decoder.close()
+
+    async def _send(self, worker: WorkerHandle, picture: Picture) -> None:
+        patches = self._patches.pop(picture.hash, None)
+        if patches is None:
+            try:
+                patches = (await self._decode(picture)).patches
+            except (
+                RedlineError
+            ) as error:  # it was decoded before; the job waits until its deadline or its client ends it
+                log.error("an image for %s cannot be decoded again: %s", worker.name, error)
+                return
+        data = ImageData(hash=picture.hash, frames=1, rows=picture.rows, columns=picture.columns, patches=patches)
+        if worker.lost is None:
+            worker.outbox.put(data)
+
+    async def _read(self, picture: Picture, *, hold: bool) -> Picture:
+        file = blake2b(picture.data, digest_size=16).digest()
+        known = self._known.get(file)
+        if known is None:
+            decoded = await self._decode(picture)
+            layout = decoded.layout
+            assert layout is not None, "an image that is not refused has a layout"
+            hash = image_hash(decoded.patches, 1, layout.rows, layout.columns)
+            known = self._known[file] = _Known(hash, layout.rows, layout.columns)
+            if hold:
+                self._patches[hash] = decoded.patches
+            while len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(file)
+        if hold:
+            self._users[known.hash] = self._users.get(known.hash, 0) + 1
+        return msgspec.structs.replace(picture, hash=known.hash, rows=known.rows, columns=known.columns)
+
+    async def _decode(self, picture: Picture) -> Decoded:
+        assert self._decoder is not None, "the readers of requests refuse images if the model reads none"
+        return await self._decoder.decode(picture.data, picture.param)
+
+
+def pictures_of(prompt: Prompt) -> list[Picture]:
+    """The images of a prompt, in their order."""
+    return [one for message in prompt.messages for one in message.pictures] if isinstance(prompt, Conversation) else []

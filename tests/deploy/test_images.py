@@ -1,0 +1,194 @@
+"""Images over HTTP, in every dialect, at a served tiny model with a vision tower: `redline serve` as a process."""
+
+import base64
+import io
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import BadRequestError
+from PIL import Image
+
+from redline.model.k2.write import random_checkpoint
+from tests.deploy.test_serve import Server
+from tests.laws.test_images_change_nothing import PAD, TEXT, VISION
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+QUESTION = "what is in it? "
+PLAIN = {"temperature": 0, "extra_body": {"logit_bias": {str(ord("a")): 100}}}  # a random model also writes marks
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("images") / "tiny"
+    random_checkpoint(folder, TEXT, vision=VISION, media_token=PAD)
+    stored = folder.parent / "responses.sqlite"
+    served = Server(
+        *(write_tiny_tokenizer(folder), "--port", "0", "--kv-memory", "20MB", "--device", "cpu"),
+        *("--set", f"responses_file={json.dumps(str(stored))}"),
+    )
+    try:
+        yield served.until_ready()
+    finally:
+        served.close()
+
+
+def picture(colour: str = "red", size: tuple[int, int] = (224, 224), kind: str = "PNG") -> str:
+    """An image file as base64. 224 x 224 pixels take 64 tokens."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, kind)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def part(data: str, kind: str = "png", **how: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}", **how}}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def chat(server: Server, *content: Any, role: str = "user", max_tokens: int = 4, **how: Any):
+    messages = [{"role": role, "content": list(content)}]
+    if role != "user":
+        messages.append({"role": "user", "content": "go on"})
+    return server.client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=max_tokens, **{**PLAIN, **how}
+    )
+
+
+def test_an_image_is_read_counted_and_cached_with_its_prefix(server: Server):
+    first = chat(server, said(QUESTION), part(picture(), detail="high"))
+    text = chat(server, said(QUESTION))
+    marks = 3 + len("image\n")  # three control tokens; every letter is a token of this vocabulary
+    assert first.usage.prompt_tokens == text.usage.prompt_tokens + 64 + marks
+    assert first.usage.prompt_tokens_details.image_tokens == 64
+    assert text.usage.prompt_tokens_details.image_tokens is None
+    again = chat(server, said(QUESTION), part(picture()), said("and now?"))
+    assert again.usage.prompt_tokens_details.cached_tokens >= 64
+    other = chat(server, said(QUESTION), part(picture("blue")), said("and now?"))
+    assert other.usage.prompt_tokens_details.cached_tokens < 64
+
+
+def test_streams_and_several_images_between_texts(server: Server):
+    content = part(picture()), said("or "), part(picture("blue", (60, 40), "JPEG"), "jpeg"), said("?")
+    whole = chat(server, *content)
+    assert whole.usage.prompt_tokens_details.image_tokens == 64 + 6
+    stream = chat(server, *content, stream=True, stream_options={"include_usage": True})
+    *_, last = stream
+    assert last.usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_tool_results_may_hold_images_and_messages_of_other_roles_may_not(server: Server):
+    call = {"id": "functions.look:0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    answer = server.client.chat.completions.create(
+        model="tiny", tools=[tool], max_tokens=4, **PLAIN, messages=[
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": [said("here:"), part(picture())]},
+        ],
+    )  # fmt: skip
+    assert answer.usage.prompt_tokens_details.image_tokens == 64
+    for role in ("system", "assistant"):
+        with pytest.raises(BadRequestError, match=f"not of role {role}"):
+            chat(server, part(picture()), role=role)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a bare string": ({"type": "image_url", "image_url": "data:image/png;base64,aaaa"}, "expected an object"),
+    "a remote one": ({"type": "image_url", "image_url": {"url": "https://a.example/b.png"}}, "not fetched"),
+    "no data URL": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "expected a data URL"),
+    "bad base64": (part("a b"), "base64 is not valid"),
+    "empty": (part(""), "Could not process image"),
+    "SVG": (part(base64.b64encode(b"<svg/>").decode(), "svg+xml"), "Could not process image"),
+    "PDF": (part(base64.b64encode(b"%PDF-1.7").decode(), "pdf"), "Could not process image"),
+    "truncated": (part(picture()[:200]), "Could not process image"),
+    "a line": (part(picture(size=(1, 30_000))), "ratio of its sides"),
+    "too many pixels": (part(picture(size=(9000, 9000))), "pixels exceed the limit"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_a_400_that_names_the_part(name: str, server: Server):
+    wrong, words = REFUSED[name]
+    with pytest.raises(BadRequestError, match=words) as error:
+        chat(server, said("see"), wrong)
+    assert error.value.body["param"].startswith("messages[0].content[1].image_url")
+
+
+def test_too_many_images_and_images_longer_than_the_context_are_refused(server: Server):
+    with pytest.raises(BadRequestError, match="more than 16 images"):
+        chat(server, *[part(picture(size=(28, 28)))] * 17)
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        chat(server, *[part(picture(size=(1900, 1900 + 28 * n))) for n in range(2)])
+
+
+def test_text_that_spells_the_pad_stays_text(server: Server):
+    spelled = chat(server, said("<|media_pad|>"))
+    assert spelled.usage.prompt_tokens_details.image_tokens is None
+    assert spelled.usage.prompt_tokens > chat(server, said("")).usage.prompt_tokens + 3
+
+
+def test_tokenize_counts_an_image(server: Server):
+    body = {"messages": [{"role": "user", "content": [part(picture())]}]}
+    found = server.client.post(f"{server.url}/tokenize", body=body, cast_to=dict[str, Any])
+    assert found["tokens"].count(PAD) == 64
+
+
+def test_anthropic_reads_images_also_in_tool_results(server: Server):
+    client = Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture()}}
+    url = {"type": "image", "source": {"type": "url", "url": f"data:image/png;base64,{picture()}"}}
+    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": [block, said(QUESTION)]}]}
+    answer = client.messages.create(**asked, max_tokens=4)
+    counted = client.messages.count_tokens(**asked)
+    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted.input_tokens
+    without = client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": [said(QUESTION)]}])
+    assert counted.input_tokens >= without.input_tokens + 64
+    history = [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [said("see"), url]}]},
+    ]
+    tools = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
+    found = client.messages.count_tokens(model="tiny", messages=history, tools=tools)
+    text = [*history[:2], {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "see"}]}]
+    assert (
+        found.input_tokens >= client.messages.count_tokens(model="tiny", messages=text, tools=tools).input_tokens + 64
+    )
+
+
+def test_responses_read_images_and_remember_them(server: Server):
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{picture()}", "detail": "auto"}
+    asked = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}, image]}]
+    first = server.client.responses.create(model="tiny", input=asked, max_output_tokens=4, temperature=0)
+    assert first.usage.input_tokens > 64
+    second = server.client.responses.create(
+        model="tiny", input="and now?", previous_response_id=first.id, max_output_tokens=4, temperature=0
+    )
+    assert second.usage.input_tokens > first.usage.input_tokens
+    wrong = {"type": "input_image", "file_id": "file-1"}
+    with pytest.raises(BadRequestError, match="send the image as a data URL"):
+        server.client.responses.create(model="tiny", input=[{"role": "user", "content": [wrong]}])
+
+
+def test_an_image_is_sent_again_to_a_worker_that_was_restarted(server: Server):
+    """Last in this file: the worker is killed while it answers about an image."""
+    content = said(QUESTION), part(picture("green"))
+    asked: dict[str, Any] = {
+        "max_tokens": 700, "extra_body": {"return_token_ids": True, "ignore_eos": True, **PLAIN["extra_body"]}
+    }  # fmt: skip
+    expected = chat(server, *content, **asked).choices[0].model_extra["token_ids"]
+    tokens: list[int] = []
+    for chunk in chat(server, *content, stream=True, **asked):
+        if not tokens:
+            for worker in server.workers:
+                os.kill(worker, signal.SIGKILL)
+        tokens += [token for choice in chunk.choices for token in (choice.model_extra or {}).get("token_ids") or []]
+    assert tokens == expected
+    assert "the worker has ended with code -9; it is restarted" in server.said
