@@ -131,6 +131,7 @@ KEYS = """
     tls_cert tls_key
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
+    requests.images
     handoff.transport
     cluster.listen cluster.key_file cluster.kind
     events.endpoint events.replay events.topic
@@ -326,14 +327,14 @@ def test_the_changelog_knows_this_version():
 # uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a pasted text is
 # one question in every terminal, which input() cannot guarantee; jsonschema grades answers in `redline eval`;
 # markdown-it-py, Pygments, latex2mathml and nh3 render the page's answers, in a separate process; filelock, which torch
-# needs too, keeps corpora and folders to one process.
+# needs too, keeps corpora and folders to one process; pillow decodes images, in a separate process.
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
     "llguidance": "llguidance", "markdown-it-py": "markdown_it", "pygments": "pygments",
-    "latex2mathml": "latex2mathml", "nh3": "nh3",
+    "latex2mathml": "latex2mathml", "nh3": "nh3", "pillow": "PIL",
 }  # fmt: skip
 # Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
 # `ray`, `otel`); the library that law 10 compares with, which `test` installs.

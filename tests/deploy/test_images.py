@@ -71,7 +71,7 @@ def test_an_image_is_read_counted_and_cached_with_its_prefix(server: Server):
     again = chat(server, said(QUESTION), part(picture()), said("and now?"))
     assert again.usage.prompt_tokens_details.cached_tokens >= 64
     other = chat(server, said(QUESTION), part(picture("blue")), said("and now?"))
-    assert other.usage.prompt_tokens_details.cached_tokens < 64
+    assert other.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens_details.cached_tokens
 
 
 def test_streams_and_several_images_between_texts(server: Server):
