@@ -23,7 +23,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.progress import Working
 from redline.run.fit import MemorySizes, fit
 from redline.worker.config import EngineConfig, Suffix
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed machine, because measuring takes seconds."""
-    monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: Machine("any", 1e10, 1e11))
+    monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: PeakRates("any", 1e10, 1e11))
 
 
 def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
@@ -218,9 +218,9 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
 
     measured: list[int] = []
 
-    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> Machine:
+    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> PeakRates:
         measured.append(working_set_bytes)
-        return Machine("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
+        return PeakRates("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
 
     monkeypatch.setattr(doctor, "measure", measure)
     read = Checkpoint.open(tiny).config.bytes_per_token
