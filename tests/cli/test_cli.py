@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,22 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
     assert measured == [doctor.WORKING_SET_BYTES, read]
     assert "at 1000.0 GB/s (measured over that size)" in said
     assert f"at most {1e12 / read:,.0f} tokens/s" in said
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_names_the_drafter_next_to_the_model(tiny: Path, tmp_path: Path):
+    model, drafter = tmp_path / "tiny", tmp_path / "tiny-eagle3"
+    model.symlink_to(tiny)
+    assert "drafter  " not in typed("doctor", model)
+    config = Eagle3Config.for_target(Checkpoint.open(tiny).config)
+    Eagle3(config).save(drafter)
+    said = " ".join(typed("doctor", model).split())
+    assert f"redline serve {model} --draft {drafter}" in said
+    assert f"drafter {drafter} is next to the model" in said
+    Eagle3(replace(config, vocab_size=config.vocab_size + 1)).save(drafter)
+    said = " ".join(typed("doctor", model).split())
+    assert "--draft" not in said
+    assert f"drafter not used: {drafter}: vocab_size is {config.vocab_size + 1}; this target needs" in said
 
 
 @pytest.mark.usefixtures("machine")
