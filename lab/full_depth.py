@@ -38,7 +38,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.random_weights import dense_layers
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import k25_config
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.run.fit import fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import free_memory, pick_device, sizes_of
@@ -125,7 +125,7 @@ def load(folder: Path, port: int, streams: int, prompt: int, answer: int, place:
     return json.loads((place / "load.json").read_text())
 
 
-def floors(case: DepthCase, prompt: int, answer: int, machine: Machine) -> dict[str, float]:
+def floors(case: DepthCase, prompt: int, answer: int, machine: PeakRates) -> dict[str, float]:
     """Floors, from bytes and operations of one rank and the machine's measured rates."""
     c, moe = case.config, case.config.num_hidden_layers - case.dense
     step_s = case.cost(moe * distinct_experts(c, case.rows)).seconds(machine)
@@ -148,7 +148,9 @@ def floors(case: DepthCase, prompt: int, answer: int, machine: Machine) -> dict[
     }
 
 
-def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Path, machine: Machine) -> dict[str, Any]:
+def measured(
+    given: argparse.Namespace, config: K2Config, ranks: int, folder: Path, machine: PeakRates
+) -> dict[str, Any]:
     """The figures for `ranks` ranks. Raises ConfigError if there is no room, RedlineError if a load fails."""
     device = pick_device(given.device)
     longest = given.input + given.output + SPARE_TOKENS

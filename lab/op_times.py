@@ -24,7 +24,7 @@ from redline.bench.step.depth_gpu import GpuStep
 from redline.bench.step.depth_record import DepthRecord, append, read, record_of
 from redline.errors import ConfigError
 from redline.model.k2.shapes import shape
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 LOSS = 0.03
@@ -70,7 +70,7 @@ class Steps:
     """Measures cases with one model, which is created once."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.machine: Machine = measure(device)
+        self.machine: PeakRates = measure(device)
         self._layers, self._device = layers, device
         self._config = shape(SHAPE)
         self._first: GpuStep | None = None

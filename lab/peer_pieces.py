@@ -7,8 +7,8 @@ CPU.
 An owner, a separate process, has random pages of Kimi's width, gathers them into KV chunks of each size, and
 lends them; this process is the reader. For each size it measures, in GB/s, how fast the owner gathers chunks and
 computes checksums; how fast chunks are read, all offered at once; and how fast they are read, verified and placed into
-pages, as in a worker (`worker/kv_receiver.py`), without other load. These are compared with one read of the whole area
-and, between two GPUs that this process sees, torch's own peer copy of the same size. After each size all pages are
+pages, as in a worker (`kv_transfer/receiver.py`), without other load. These are compared with one read of the whole
+area and, between two GPUs that this process sees, torch's own peer copy of the same size. After each size all pages are
 compared with the owner's.
 
 devices: of owner and reader, by CUDA numbers; one number: both share it. transport: as `[handoff] transport`; the best
@@ -44,8 +44,8 @@ from redline.run.kv_chunks import KvChunkLayout
 from redline.transport.base import Peer
 from redline.transport.choice import TransportName
 from redline.worker.engine import pick_device
-from redline.worker.kv_receiver import READ_S, KvReceiver, ReceiveBudget
-from redline.worker.kv_sender import KvSender
+from redline.worker.kv_transfer.receiver import READ_S, KvReceiver, ReceiveBudget
+from redline.worker.kv_transfer.sender import KvSender
 from redline.worker.transfer_paths import Carrier, carriers
 
 KV_WIDTH = 576  # bf16 numbers of a position in a layer, of Kimi

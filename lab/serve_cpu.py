@@ -56,7 +56,7 @@ from redline.errors import RedlineError
 from redline.messages.delta import Delta
 from redline.messages.job import JobId, Sampling
 from redline.model.k2.cpu import K2
-from redline.ops.op import Cost, Machine
+from redline.ops.op import Cost, PeakRates
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
@@ -208,7 +208,7 @@ class Bench:
     of a case: the intended speed relative to each peer, by its name.
     """
 
-    def __init__(self, engine: Engine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
+    def __init__(self, engine: Engine, peers: Sequence[Peer], machine: PeakRates, rounds: int) -> None:
         self._ours = Ours(engine)
         self._peers = peers
         self._engine = engine.engine

@@ -17,7 +17,7 @@ from redline.run.pending import Pending
 from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.worker.engine import EngineCore
-from redline.worker.kv_transfer import KvTransferManager
+from redline.worker.kv_transfer.manager import KvTransferManager
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.ports import StepLauncher
 from redline.worker.transfer_paths import Carrier

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -39,6 +40,9 @@ PAGES = sorted(
         *(ROOT / folder / "README.md" for folder in ("lab", "nano")),
     ]
 )
+
+PROGRAMS = sorted(path for folder in ("redline", "nano") for path in (ROOT / folder).rglob("*.py"))
+SHIPPED = [path for path in PROGRAMS if path.is_relative_to(ROOT / "redline")]
 
 
 # ------------------------------------------------------------------------------------------------- what can be set
@@ -322,6 +326,69 @@ def test_the_changelog_knows_this_version():
     assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+# --------------------------------------------------------------------------------------------------------- structure
+
+CLASS_LINES = 400
+FUNCTION_LINES = 100  # as PARAMETERS outside redline/kernels, whose launches have one argument per tensor
+PARAMETERS = 12
+SOURCES = 32  # of one folder
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(kind: Any) -> Iterator[tuple[Path, Any]]:
+    """(path from the root, definition) for each class or function of the package, nested ones included."""
+    for path in SHIPPED:
+        yield from ((path.relative_to(ROOT), node) for node in ast.walk(parsed(path)) if isinstance(node, kind))
+
+
+def lines_of(node: Any) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def parameters_of(node: Any) -> int:
+    found = node.args
+    every = [*found.posonlyargs, *found.args, *found.kwonlyargs, found.vararg, found.kwarg]
+    return sum(one is not None for one in every)
+
+
+def test_classes_and_functions_are_short():
+    found = [
+        f"{path}: class {node.name} has {lines_of(node)} lines, at most {CLASS_LINES}"
+        for path, node in definitions(ast.ClassDef)
+        if lines_of(node) > CLASS_LINES
+    ]
+    for path, node in definitions(Function):
+        if path.parts[1] == "kernels":
+            continue
+        for count, most, what in (
+            (lines_of(node), FUNCTION_LINES, "lines"),
+            (parameters_of(node), PARAMETERS, "parameters"),
+        ):
+            if count > most:
+                found.append(f"{path}: {node.name} has {count} {what}, at most {most}")
+    assert not found, "\n".join(found)
+
+
+def test_the_name_of_a_public_class_is_used_once():
+    by_name: dict[str, list[str]] = {}
+    for path in SHIPPED:
+        for node in parsed(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                by_name.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    found = [f"{name} has {len(paths)} files: {', '.join(paths)}" for name, paths in by_name.items() if len(paths) > 1]
+    assert not found, "\n".join(found)
+
+
+def test_a_folder_has_few_sources():
+    sources = Counter(
+        path.parent.relative_to(ROOT)
+        for path in (ROOT / "redline").rglob("*")
+        if path.suffix in (".py", ".cpp", ".cu", ".cuh", ".h", ".js", ".css", ".html")
+    )
+    found = [f"{folder} has {count} sources, at most {SOURCES}" for folder, count in sources.items() if count > SOURCES]
+    assert not found, "\n".join(found)
+
+
 # ---------------------------------------------------------------------------------------------------- dependencies
 
 # uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a pasted text is
@@ -406,9 +473,6 @@ def test_a_wheel_has_the_folders_of_kernels_and_no_module_of_it_imports_the_test
 
 
 # -------------------------------------------------------------------------------------------------------- security
-
-PROGRAMS = sorted(path for folder in ("redline", "nano") for path in (ROOT / folder).rglob("*.py"))
-SHIPPED = [path for path in PROGRAMS if path.is_relative_to(ROOT / "redline")]
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "torch.load", "torch.jit.load", "torch.hub.load", "os.system", "os.popen", "yaml.load"}

@@ -4,12 +4,14 @@ import torch
 
 from redline.bench.record import cpu_name
 from redline.kernels.rates import WORKING_SET_BYTES, product_rate, read_rate
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 
 TRIES = 3  # measurements of bandwidth, with products in between, so that a burst of other reads does not affect all
 
 
-def measure(device: torch.device | None = None, working_set_bytes: int = WORKING_SET_BYTES, rounds: int = 5) -> Machine:
+def measure(
+    device: torch.device | None = None, working_set_bytes: int = WORKING_SET_BYTES, rounds: int = 5
+) -> PeakRates:
     """Bytes/s of reading `working_set_bytes`, and operations/s of matrix products: the higher of bf16 and float32.
 
     device: default the CPU, with torch's current number of threads. working_set_bytes: the bytes that one step reads; a
@@ -22,7 +24,7 @@ def measure(device: torch.device | None = None, working_set_bytes: int = WORKING
         for _ in range(TRIES)
     ]
     reads, multiplies = zip(*tries, strict=True)
-    return Machine(device_name(device), max(reads), max(multiplies))
+    return PeakRates(device_name(device), max(reads), max(multiplies))
 
 
 def device_name(device: torch.device) -> str:

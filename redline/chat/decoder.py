@@ -7,7 +7,7 @@ state, the counts. The concatenated events do not depend on how the tokens are s
 from collections.abc import Sequence
 
 from redline.chat.events import End, Event, Logprobs, Text, Thought
-from redline.chat.parser import Parser, PlainText, Reader
+from redline.chat.parser import AnswerReader, Parser, PlainText
 from redline.chat.shown import Shown, shown
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ class Decoder:
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
-        self._reader: Reader = (
+        self._reader: AnswerReader = (
             Parser(tokenizer, thinking, self._stops, skipped, most_calls)
             if parse
             else PlainText(tokenizer, self._stops, skipped)

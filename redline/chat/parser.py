@@ -56,7 +56,7 @@ _MARKS = {
 }
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """Turns tokens into events, one token at a time."""
 
     calls: int  # number of tool calls that have begun

@@ -8,6 +8,7 @@ from redline.cli.terminal import one_line
 from redline.errors import ConfigError
 
 ANSWER_S = 10.0
+PRINTED = "a server prints --url and --key of its admin routes when it is ready, in the line `redline explain ...`"
 
 
 def ask(
@@ -31,9 +32,9 @@ def ask(
         why = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         raise no_admin_routes(url, f"status {answer.status_code}") from None
-    raise ConfigError(one_line(why))
+    raise ConfigError(one_line(why) + (f"; {PRINTED}" if answer.status_code == 401 else ""))
 
 
 def no_admin_routes(url: str, why: str) -> ConfigError:
     """The error if no admin routes answer at `url`."""
-    return ConfigError(f"no admin routes at {url} ({one_line(why)}); see admin_port of the deployment")
+    return ConfigError(f"no admin routes at {url} ({one_line(why)}); {PRINTED}")

@@ -58,7 +58,7 @@ class _Usage(msgspec.Struct):
     completion_tokens_details: _Details | None = None
 
 
-class Chunk(msgspec.Struct):
+class AnswerChunk(msgspec.Struct):
     """The fields of a stream event that are read here. A server may send more fields, or fewer."""
 
     choices: list[_Choice] | None = None
@@ -161,7 +161,7 @@ class Client:
         except httpx.HTTPError as error:
             raise ConfigError(f"no server at {self.url} ({error}); start one with `redline serve FOLDER`") from None
 
-    def ask(self, text: str) -> Iterator[Chunk]:
+    def ask(self, text: str) -> Iterator[AnswerChunk]:
         """Add a question to the conversation and yield the chunks of its answer as the server streams them.
 
         Raises ConfigError with the server's message if it refuses, and if the answer breaks off or is malformed.
@@ -188,7 +188,7 @@ class Client:
                     if data == b"[DONE]":
                         return
                     try:
-                        chunk = _decode(data, Chunk)
+                        chunk = _decode(data, AnswerChunk)
                     except ValueError as error:
                         raise ConfigError(f"the server's stream cannot be read: {error}") from None
                     if chunk.error is not None:

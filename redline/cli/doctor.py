@@ -14,9 +14,11 @@ from redline.bench.record import cpu_name
 from redline.cli.doctor_on import LABEL, say_line, would_do
 from redline.disk import human
 from redline.errors import CheckpointError, ConfigError
+from redline.folder import check_drafter
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import why_not
 from redline.kernels.rates import WORKING_SET_BYTES
+from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import KIMI_K26
@@ -160,12 +162,31 @@ def _verdict(found: _Found) -> Iterator[str]:
         yield f"would do         {would_do(found.config)}: see `redline doctor {where} --on MACHINE`"
         return
     speed = f"at most {found.floor.tokens_per_s:,.0f} tokens/s of one stream"
-    yield f"verdict          fits: contexts of {found.layout.tokens:,} tokens, {speed}"
+    yield f"verdict          fits: room for {found.layout.tokens:,} tokens of KV cache, {speed}"
     if found.files.broken is not None:
         yield f"but              {found.files.broken}"
         return
-    yield f"run              redline serve {where}" + ("" if found.files.checkpoint else ", once it has its weights")
+    draft, about = _drafter(found)
+    yield f"run              redline serve {where}{draft}" + (
+        "" if found.files.checkpoint else ", once it has its weights"
+    )
+    yield from about
     yield f"verify           redline verify {where}"
+
+
+def _drafter(found: _Found) -> tuple[str, list[str]]:
+    """The flag of `serve` for the drafter next to the model, in FOLDER-eagle3, and a line about it; empty without."""
+    folder = found.folder if found.folder.name.strip(".") else found.folder.resolve()
+    beside = folder.with_name(f"{folder.name}-eagle3")
+    if not (beside / "config.json").is_file():
+        return "", []
+    try:
+        check_drafter(beside)
+        Eagle3Config.from_folder(beside, found.config).check(found.config, str(beside))
+    except CheckpointError as error:
+        return "", [f"drafter          not used: {error}"]
+    about = f"drafter          {beside} is next to the model; its memory is not included in the figures below"
+    return f" --draft {shlex.quote(str(beside))}", [about]
 
 
 def _memory(sizes: MemorySizes, free: int, layout: Layout) -> list[str]:

@@ -114,7 +114,7 @@ def _verdict(config: K2Config, on: Several, machines: PredictedRanks | None, fol
         speed = (
             f"; one stream {1e3 / step.ms:,.0f} tokens/s predicted, {1e3 / (step.floor + step.whole):,.0f} at the floor"
         )
-    yield "verdict", f"fits: contexts of {pages}{speed}"
+    yield "verdict", f"fits: a KV cache of {pages}{speed}"
     where = "FOLDER" if folder is None else shlex.quote(str(folder))
     yield "run", f"redline serve {where}" + (f" --ranks {on.count}" if on.count > 1 else "")
     yield "verify", f"redline verify {where}"

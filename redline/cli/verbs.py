@@ -119,7 +119,9 @@ def agent(flags: _AgentFlags) -> int:
     return run_agent(AgentConfig(flags.join, flags.key_file, check_name(flags.name or this_host()), flags.listen))
 
 
-AdminUrl = Annotated[str, Meta(description="Address of the admin routes (`admin_port`).")]
+AdminUrl = Annotated[
+    str, Meta(description="Address of the admin routes (`admin_port`); a server prints it when it is ready.")
+]
 AdminKey = Annotated[str | None, Meta(description="A key from `admin_keys_file`."), Flag(envvar="REDLINE_ADMIN_KEY")]
 ADMIN = "http://127.0.0.1:8001"
 

@@ -43,8 +43,8 @@ class ServerChecks(NamedTuple):
 
 def check_folder(checks: FolderChecks, console: Console) -> int:
     """Returns the exit code: 0, or 1 if there is a problem. Raises ConfigError if the report cannot be written."""
-    if not checks.folder.is_dir():
-        check_model(checks.folder)  # raises an error that names what it is instead
+    if not any(file for pattern in ("config.json", "*.safetensors*") for file in checks.folder.glob(pattern)):
+        check_model(checks.folder)  # nothing to verify: raises an error that names what is there instead
     check_output(checks.save)
     device = pick_device(checks.device)
     held = hold(checks.save)

@@ -23,7 +23,7 @@ import msgspec
 
 from redline import clock
 from redline.deploy.agent import AgentConfig, agent_of
-from redline.deploy.config import Place, ServeConfig
+from redline.deploy.config import ServeConfig, WorkerSpec
 from redline.deploy.lines import lines_on_stderr
 from redline.deploy.process import STOP_SIGNALS
 from redline.errors import ConfigError
@@ -52,7 +52,7 @@ class Told(Record, frozen=True):
     bundles: tuple[Bundle, ...]
 
 
-def bundle_of(place: Place) -> Bundle:
+def bundle_of(place: WorkerSpec) -> Bundle:
     """One GPU per rank, or none with device = "cpu"; one CPU per entry of `cores`, by default one per rank."""
     gpus = 0 if place.engine.device == "cpu" else place.engine.ranks
     return Bundle(name=place.name, cpus=len(place.cores) or place.engine.ranks, gpus=gpus)

@@ -203,7 +203,7 @@ class Workers(Record, frozen=True):
     ] = None
 
 
-class Place(NamedTuple):
+class WorkerSpec(NamedTuple):
     """One worker of a deployment: its name, role, configuration and machine."""
 
     name: str
@@ -327,13 +327,13 @@ class ServeConfig(Record, frozen=True):
     workers: tuple[Workers, ...] = ()  # empty: one worker that does everything
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[WorkerSpec, ...]:
         """Every worker of the deployment."""
         by_ray = self.cluster is not None and self.cluster.kind == "ray"
         if not self.workers:
-            only = _own_folder(Place("worker", "both", self.engine, events=own_events(self.events, 0)))
+            only = _own_folder(WorkerSpec("worker", "both", self.engine, events=own_events(self.events, 0)))
             return (_elsewhere(only._replace(alone=True), "worker" if by_ray else None, self.weights),)
-        found: list[Place] = []
+        found: list[WorkerSpec] = []
         hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
         transport = self.handoff.transport if hands_over else None
         for kind in self.workers:
@@ -341,7 +341,7 @@ class ServeConfig(Record, frozen=True):
             for number in range(kind.count):
                 own = name if kind.count == 1 else f"{name}-{number}"
                 devices = kind.devices[number * each : (number + 1) * each]
-                place = _own_folder(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
+                place = _own_folder(WorkerSpec(own, kind.role, kind.engine, devices, kind.cores, transport))
                 place = place._replace(spare=kind.least is not None and number >= kind.least)
                 at = own if by_ray else kind.at
                 found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
@@ -432,7 +432,7 @@ def _meet(addresses: list[str]) -> bool:
     return False
 
 
-def _own_folder(place: Place) -> Place:
+def _own_folder(place: WorkerSpec) -> WorkerSpec:
     """The place with a disk tier folder of its own, since two workers must not write to the same folder."""
     if place.engine.disk is None:
         return place
@@ -440,14 +440,14 @@ def _own_folder(place: Place) -> Place:
     return place._replace(engine=msgspec.structs.replace(place.engine, disk=disk))
 
 
-def _alone(place: Place, places: list[Place]) -> bool:
+def _alone(place: WorkerSpec, places: list[WorkerSpec]) -> bool:
     """Whether no other worker shares a GPU with this one. A worker without `devices` has all GPUs of its machine."""
     beside = [other for other in places if other is not place and other.at == place.at]
     apart = all(other.devices and not {*place.devices} & {*other.devices} for other in beside)
     return apart and (bool(place.devices) or not beside)
 
 
-def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:
+def _elsewhere(place: WorkerSpec, at: str | None, weights: str, drafter: str | None = None) -> WorkerSpec:
     """The place on machine `at`, with the paths of that machine; unchanged if `at` is None."""
     if at is None:
         return place

@@ -29,7 +29,7 @@ from redline.deploy.front import Doors, end, limits_of, serve_beside
 from redline.deploy.process import STOP_SIGNALS
 from redline.deploy.replica import ReplicaConfig
 from redline.deploy.signals import Signals
-from redline.deploy.supervised_process import SILENCE_S, End, SupervisedProcess, until_silent
+from redline.deploy.supervised_process import SILENCE_S, ProcessEnd, SupervisedProcess, until_silent
 from redline.deploy.supervisor import Supervisor
 from redline.errors import WorkerLost
 from redline.messages.channel import WRITER_BYTES, AsyncSocketInbox, SocketOutbox, ipc_address
@@ -57,7 +57,7 @@ class SupervisedReplica(SupervisedProcess):
         self._sockets = sockets
         self._changed = changed
 
-    async def _start(self, epoch: int) -> End:
+    async def _start(self, epoch: int) -> ProcessEnd:
         name, clock = f"{self.name}.{epoch}", asyncio.get_running_loop().time
         says, told = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("says", "told"))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -112,7 +112,7 @@ class SupervisedReplica(SupervisedProcess):
                         process.stdin.close()
                 for left in self._sockets.glob(f"{name}.*"):
                     left.unlink(missing_ok=True)
-            return End(why, start.use is not None, clock() - began)
+            return ProcessEnd(why, start.use is not None, clock() - began)
 
     async def _follow(self, start: ReplicaStart, inbox: AsyncSocketInbox) -> None:
         while True:

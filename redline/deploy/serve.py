@@ -244,6 +244,15 @@ def _sockets() -> Generator[Path]:
         shutil.rmtree(sockets, ignore_errors=True)
 
 
+def _with_admin_key(config: ServeConfig, doors: Doors, sockets: Path) -> tuple[ServeConfig, str | None]:
+    """With an admin port and without admin_keys_file: a new key, in a file in `sockets` that the config then names."""
+    if doors.admin is None or config.admin_keys_file is not None:
+        return config, None
+    admin_key, file = f"sk-{secrets.token_hex(16)}", sockets / "admin-keys.txt"
+    file.write_text(f"admin {admin_key}\n")
+    return msgspec.structs.replace(config, admin_keys_file=str(file)), admin_key
+
+
 async def _serve_through(
     sockets: Path,
     machines: Machines | None,
@@ -253,11 +262,7 @@ async def _serve_through(
     signals: Signals,
     console: Console,
 ) -> int:
-    stop, admin_key = signals.stop, None
-    if doors.admin is not None and config.admin_keys_file is None:
-        admin_key, file = f"sk-{secrets.token_hex(16)}", sockets / "admin-keys.txt"
-        file.write_text(f"admin {admin_key}\n")
-        config = msgspec.structs.replace(config, admin_keys_file=str(file))
+    config, admin_key = _with_admin_key(config, doors, sockets)
     tokenizer, style = Tokenizer.open(folder), style_of(folder, spec_of(folder).chat)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # checked before minutes of loading the model
@@ -299,7 +304,7 @@ async def _serve_through(
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))
     try:
         try:
-            ready = await supervisor.start(stop, serving)
+            ready = await supervisor.start(signals.stop, serving)
         except RedlineError as error:
             gateway.fail_all(str(error))
             raise
@@ -309,7 +314,7 @@ async def _serve_through(
             gc.collect()
             gc.freeze()  # a full collection over all these objects stalled streams for 30 to 100 ms
             announce(ready)
-        stopping, given_up = asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.given_up())
+        stopping, given_up = asyncio.create_task(signals.stop.wait()), asyncio.create_task(supervisor.given_up())
         await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
         lost = not stopping.done()
         if lost:

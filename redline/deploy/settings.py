@@ -12,7 +12,7 @@ from redline.deploy.config import SIZES, ServeConfig, Workers
 from redline.messages.base import bounds_of, parts
 
 
-class Setting(NamedTuple):
+class ConfigKey(NamedTuple):
     """A key of the file, or a table."""
 
     key: str  # dotted; those of a class of [sla] begin with sla.
@@ -51,19 +51,19 @@ class Setting(NamedTuple):
 
 
 @cache
-def settings() -> dict[str, Setting]:
+def settings() -> dict[str, ConfigKey]:
     """All settings by key, in the order of their declarations."""
     return {each.key: each for each in _settings(ServeConfig, "")}
 
 
-def _settings(record: type[msgspec.Struct], table: str) -> Iterator[Setting]:
+def _settings(record: type[msgspec.Struct], table: str) -> Iterator[ConfigKey]:
     hints = get_type_hints(record, include_extras=True)
     for field in msgspec.structs.fields(record):
         hint = hints[field.name]
         meta = next((each for each in parts(hint) if isinstance(each, Meta) and each.extra is not None), Meta(extra={}))
         extra, examples = meta.extra or {}, meta.examples or [None]
         key = f"{table}{field.name}"
-        yield Setting(key, hint, field.default, meta.description or "", extra.get("absent"), examples[0])
+        yield ConfigKey(key, hint, field.default, meta.description or "", extra.get("absent"), examples[0])
         for inner in dict.fromkeys(each for each in parts(hint) if isinstance(each, type)):
             if issubclass(inner, msgspec.Struct) and record is not Workers:
                 yield from _settings(inner, f"{key}.")

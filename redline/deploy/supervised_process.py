@@ -19,7 +19,7 @@ MOST_ENDS = 5  # failures in a row, after which a process is given up
 log = logging.getLogger("redline.deploy")
 
 
-class End(NamedTuple):
+class ProcessEnd(NamedTuple):
     """How one start of a process has ended."""
 
     why: str
@@ -65,7 +65,7 @@ class SupervisedProcess(ABC):
                 return
             except Exception as error:  # no process or no socket: worth a retry
                 log.exception("%s could not be started", self.name)
-                end = End(f"{self.name} could not be started: {error}", ready=False, seconds=0.0)
+                end = ProcessEnd(f"{self.name} could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
             if end.excused or not self._wanted.is_set() or (not end.ready and self._rests(end.why)):
@@ -136,7 +136,7 @@ class SupervisedProcess(ABC):
         return False
 
     @abstractmethod
-    async def _start(self, epoch: int) -> End:
+    async def _start(self, epoch: int) -> ProcessEnd:
         """Run one start until it ends."""
         ...
 

@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from redline.api.gateway.worker_monitor import CHECK_S, WorkerMonitor
-from redline.deploy.config import Place, ServeConfig
+from redline.deploy.config import ServeConfig, WorkerSpec
 from redline.deploy.machines import Machines
 from redline.deploy.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.deploy.supervised_process import SILENCE_S, End, SupervisedProcess, until_silent
+from redline.deploy.supervised_process import SILENCE_S, ProcessEnd, SupervisedProcess, until_silent
 from redline.errors import ConfigError, WorkerLost
 from redline.messages.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
 from redline.messages.codec import Wire
@@ -97,7 +97,7 @@ class Supervised(SupervisedProcess):
 
     def __init__(
         self,
-        place: Place,
+        place: WorkerSpec,
         weights: str,
         gateway: Follower,
         sockets: Path,
@@ -163,7 +163,7 @@ class Supervised(SupervisedProcess):
         self._failed, self._in_a_row = why, 0
         return True
 
-    async def _start(self, epoch: int) -> End:
+    async def _start(self, epoch: int) -> ProcessEnd:
         self._runs = True
         self._replacing.clear()
         try:
@@ -174,10 +174,10 @@ class Supervised(SupervisedProcess):
             log.info("%s has ended, and is idle until it is wanted", self.name)
         return end
 
-    async def _run(self, epoch: int) -> End:
+    async def _run(self, epoch: int) -> ProcessEnd:
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
         if not await self._place_is_there():
-            return End("the server is stopping", ready=False, seconds=0.0)
+            return ProcessEnd("the server is stopping", ready=False, seconds=0.0)
         jobs, deltas = self._addresses(name)
         with AsyncSocketInbox(deltas, self._key) as inbox, _Later(self._key) as outbox:
             if jobs.startswith(IPC):
@@ -224,7 +224,7 @@ class Supervised(SupervisedProcess):
                     log.error("messages of %s could not be processed", self.place.name, exc_info=error)
                 self._gateway.mark_down(link, "the server is stopping")  # no effect if another reason was given before
             seconds = 0.0 if ready_at is None else clock() - ready_at
-            return End(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
+            return ProcessEnd(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
 
     async def _place_is_there(self) -> bool:
         """Returns once its machine has joined; False if it is stopped before."""

@@ -121,113 +121,136 @@ def stages_of(
     CheckpointError if the target cannot be opened.
     """
     top = _read(path)
-    here = path.resolve().parent
-    out = None if out is None else out.resolve()
     if out is None:
         if top.out is None:
             raise ConfigError(f"{path}: out: missing; give the output folder here or with --out")
-        out = here / top.out
-    target = str(here / top.target)
-    facts = (Checkpoint.open(target).fingerprint,)
+        out = path.resolve().parent / top.out
+    else:
+        out = out.resolve()
+    recipe = _Recipe(path, top, out, told, device)
     if (top.synth is None) == (not top.corpus):
         raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
     if top.stream and top.capture:
         raise ConfigError(f"{path}: capture: not used with stream = true; remove one of them")
-    stages: list[RecipeStage] = []
-
-    def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
-        return fill(kind, f"{path}: {name}", {**somewhere, **given, **forced}, paths)
-
-    somewhere = {} if top.device is None else {"device": top.device}
-    forced = {} if device is None else {"device": device}
-    corpus = tuple(str(here / name) for name in top.corpus)
-    outside = tuple(map(Path, corpus))
     if top.synth is not None:
-        values, reads = _beside(here, top.synth, ("prompts",))
-        engine: Any = values.get("engine", {})
-        for key, value in engine.items() if isinstance(engine, dict) else ():
-            now = new_spelling(key, value, "synth.engine")
-            if now is not None:
-                raise ConfigError(f"{path}: synth.engine.{key}: no such key; it is {now} now")
-        if isinstance(engine, dict):
-            values["engine"] = {**somewhere, **engine, **forced}
-        corpus = (str(out / "corpus.jsonl"),)
-        paths = {"weights": target, "out": corpus[0]}
-        config = fill(SynthConfig, f"{path}: synth", values, paths)
-        made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
-        work = partial(synth.run, told=partial(told, "synth"))
-        stages.append(
-            RecipeStage("synth", config, work, made, reads, facts, (*paths, "engine"), ("count",), synth.check)
-        )
-
-    def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
-        """The trainer's source: a capture or, with `stream`, the corpus itself."""
-        if top.stream:
-            return {"capture": None, "corpus": source}
-        folder = out / name
-        paths = {"target": target, "corpus": source, "out": str(folder)}
-        config = table("capture", CaptureConfig, top.capture, paths)
-        idle = (*paths, "device", "shard_bytes")
-        work = partial(capture.run, told=partial(told, name))
-        stages.append(RecipeStage(name, config, work, (folder,), reads, facts, idle, ("disk",), capture.check))
-        return {"capture": str(folder), "corpus": ()}
-
-    def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
-        folder = out / name
-        paths = {"target": target, "out": str(folder), **source}
-        if start is not None:
-            paths["start"] = start
-        config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
-        idle = (*paths, "device")
-        stages.append(RecipeStage(name, config, train.run, (folder,), reads, facts, idle, check=train.check))
-        return str(folder)
-
+        recipe.synth(top.synth)
     if top.train is None:
         raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
-    first = trained("base", "train", top.train, captured("capture", corpus, outside), None)
-    drafters = {BASE: first}
-
-    def mined(name: str, stage: str, given: Mapping[str, Any], **chosen: str) -> None:
-        """Adds the stages that mine prompts for the base drafter and train it on them."""
-        assert top.train is not None
-        values, reads = _beside(here, {**given, **chosen}, ("traces",), lambda name: trace_file(name)[1])
-        folder = out / stage
-        paths = {"target": target, "draft": first, "corpus": corpus, "out": str(folder)}
-        config = table("mine", MineConfig, values, paths)
-        idle = (*paths, "device", "batch")
-        stages.append(RecipeStage(stage, config, mine.run, (folder,), reads, idle=idle, check=mine.check))
-        source = captured(f"{stage}-capture", (str(folder / "mixed.jsonl"),), ())
-        drafters[name] = trained(name, "retrain", _merged(top.train, top.retrain), source, first)
-
+    recipe.base(top.train)
     if top.mine is not None:
-        mined(MINED, "mine", top.mine)
+        recipe.mined(MINED, "mine", top.train, top.mine)
         if top.eval is not None and top.control and top.mine.get("choose") != "uniform":
-            mined(CONTROL, "control-mine", top.mine, choose="uniform")
-    evaluations: dict[str, str] = {}
+            recipe.mined(CONTROL, "control-mine", top.train, {**top.mine, "choose": "uniform"})
+    if top.eval is not None:
+        recipe.measured(top.eval, origin)
+    recipe.exported()
+    return recipe.stages, recipe.out
 
-    def measured(name: str, stage: str, given: Mapping[str, Any]) -> None:
-        values, reads = _beside(here, given, ("prompts", "corpus"))
-        save = out / f"{stage}.json"
-        evaluations[name] = str(save)
-        paths = {"target": target, "draft": drafters[name], "save": str(save)}
-        config = table("eval", EvalConfig, values, paths)
+
+class _Recipe:
+    """The stages so far; each method adds some. `drafters`, `evaluations`: their folders and files, by arm."""
+
+    def __init__(self, path: Path, top: _Top, out: Path, told: TellStage, device: str | None) -> None:
+        self.stages: list[RecipeStage] = []
+        self.out = out
+        self._path, self._top, self._told = path, top, told
+        self._here = path.resolve().parent
+        self._target = str(self._here / top.target)
+        self._facts = (Checkpoint.open(self._target).fingerprint,)
+        self._somewhere = {} if top.device is None else {"device": top.device}
+        self._forced = {} if device is None else {"device": device}
+        self._corpus = tuple(str(self._here / name) for name in top.corpus)
+        self._outside = tuple(map(Path, self._corpus))  # files of the corpus that no stage makes
+        self._drafters: dict[str, str] = {}
+        self._evaluations: dict[str, str] = {}
+
+    def synth(self, given: Mapping[str, Any]) -> None:
+        """Its output becomes the corpus. Raises ConfigError."""
+        values, reads = _beside(self._here, given, ("prompts",))
+        engine: Any = values.get("engine", {})
+        if isinstance(engine, dict):
+            for key, value in engine.items():
+                now = new_spelling(key, value, "synth.engine")
+                if now is not None:
+                    raise ConfigError(f"{self._path}: synth.engine.{key}: no such key; it is {now} now")
+            values["engine"] = {**self._somewhere, **engine, **self._forced}
+        file = self.out / "corpus.jsonl"
+        self._corpus = (str(file),)
+        paths = {"weights": self._target, "out": str(file)}
+        config = fill(SynthConfig, f"{self._path}: synth", values, paths)
+        made = (file, self.out / "corpus.jsonl.about.json")
+        work = partial(synth.run, told=partial(self._told, "synth"))
+        idle = (*paths, "engine")
+        self.stages.append(RecipeStage("synth", config, work, made, reads, self._facts, idle, ("count",), synth.check))
+
+    def base(self, given: Mapping[str, Any]) -> None:
+        source = self._captured("capture", self._corpus, self._outside)
+        self._drafters[BASE] = self._trained("base", "train", given, source, None)
+
+    def mined(self, name: str, stage: str, train: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Adds the stages that mine prompts for the base drafter and train it on them."""
+        values, reads = _beside(self._here, given, ("traces",), lambda name: trace_file(name)[1])
+        folder, base = self.out / stage, self._drafters[BASE]
+        paths = {"target": self._target, "draft": base, "corpus": self._corpus, "out": str(folder)}
+        config = self._table("mine", MineConfig, values, paths)
+        idle = (*paths, "device", "batch")
+        self.stages.append(RecipeStage(stage, config, mine.run, (folder,), reads, idle=idle, check=mine.check))
+        source = self._captured(f"{stage}-capture", (str(folder / "mixed.jsonl"),), ())
+        self._drafters[name] = self._trained(name, "retrain", _merged(train, self._top.retrain), source, base)
+
+    def measured(self, given: Mapping[str, Any], origin: Mapping[str, Any] | None) -> None:
+        """Adds an evaluation of every drafter."""
 
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
-        # The batch size is not idle: a step with more rows has less room for drafts, and rounds with fewer are shorter.
-        stages.append(
-            RecipeStage(stage, config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check)
-        )
+        last = MINED if MINED in self._drafters else BASE
+        for name, drafter in self._drafters.items():
+            stage = "eval" if name == last else f"eval-{name}"
+            values, reads = _beside(self._here, given, ("prompts", "corpus"))
+            save = self.out / f"{stage}.json"
+            self._evaluations[name] = str(save)
+            paths = {"target": self._target, "draft": drafter, "save": str(save)}
+            config = self._table("eval", EvalConfig, values, paths)
+            # The batch size is not idle: a step with more rows has less room for drafts, and rounds with fewer are
+            # shorter.
+            idle = (*paths, "device")
+            self.stages.append(RecipeStage(stage, config, evaluated, (save,), reads, idle=idle, check=evaluate.check))
 
-    if top.eval is not None:
-        last = MINED if MINED in drafters else BASE
-        for name in drafters:
-            measured(name, "eval" if name == last else f"eval-{name}", top.eval)
-    final = out / "drafter"
-    config = BestConfig(target=target, out=str(final), drafters=drafters, evaluations=evaluations)
-    stages.append(RecipeStage("export", config, best.run, (final,), idle=config.__struct_fields__))
-    return stages, out
+    def exported(self) -> None:
+        final = self.out / "drafter"
+        config = BestConfig(target=self._target, out=str(final), drafters=self._drafters, evaluations=self._evaluations)
+        self.stages.append(RecipeStage("export", config, best.run, (final,), idle=config.__struct_fields__))
+
+    def _table(self, name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+        return fill(kind, f"{self._path}: {name}", {**self._somewhere, **given, **self._forced}, paths)
+
+    def _captured(self, name: str, corpus: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
+        """The trainer's source: a capture or, with `stream`, the corpus itself."""
+        if self._top.stream:
+            return {"capture": None, "corpus": corpus}
+        folder = self.out / name
+        paths = {"target": self._target, "corpus": corpus, "out": str(folder)}
+        config = self._table("capture", CaptureConfig, self._top.capture, paths)
+        idle = (*paths, "device", "shard_bytes")
+        work = partial(capture.run, told=partial(self._told, name))
+        self.stages.append(
+            RecipeStage(name, config, work, (folder,), reads, self._facts, idle, ("disk",), capture.check)
+        )
+        return {"capture": str(folder), "corpus": ()}
+
+    def _trained(
+        self, name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None
+    ) -> str:
+        """-> the drafter's folder."""
+        folder = self.out / name
+        paths = {"target": self._target, "out": str(folder), **source}
+        if start is not None:
+            paths["start"] = start
+        config, reads = self._table(title, TrainConfig, values, paths), self._outside if self._top.stream else ()
+        idle = (*paths, "device")
+        self.stages.append(RecipeStage(name, config, train.run, (folder,), reads, self._facts, idle, check=train.check))
+        return str(folder)
 
 
 def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:

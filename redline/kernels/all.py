@@ -32,9 +32,9 @@ from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
 from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.hopper.step.suffix_match import suffix_match
+from redline.kernels.hopper.step.verify_drafts import verify_drafts
 from redline.kernels.kernel import Kernel
 
 CPU: tuple[Kernel[Any, Any, Any], ...] = (
@@ -57,7 +57,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 # The launches of a GPU decode step in order, then their counterparts for many tokens, then data transfers.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, all_reduce, gates),
-    *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.hopper, settle_rows),
+    *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.hopper, verify_drafts),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),

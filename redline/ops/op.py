@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Machine:
+class PeakRates:
     """The measured peak rates of this machine (see `bench.machine`)."""
 
     name: str
@@ -33,7 +33,7 @@ class Cost:
     bytes: int
     flops: int = 0
 
-    def seconds(self, machine: Machine) -> float:
+    def seconds(self, machine: PeakRates) -> float:
         """The roofline time on this machine: bytes and operations overlap, so the slower of the two decides."""
         return max(self.bytes / machine.bytes_per_s, self.flops / machine.flops_per_s)
 

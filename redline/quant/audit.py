@@ -20,7 +20,7 @@ from redline import clock
 from redline.errors import ConfigError
 from redline.kernels.by_chip import linear
 from redline.messages.base import Record
-from redline.model.k2.checkpoint import Checkpoint, Weight, weights
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight, weights
 from redline.model.k2.cpu import Reader
 from redline.ops.moe import gated
 from redline.quant.read import dense
@@ -237,7 +237,7 @@ class _Outputs:
 
     def _read(self, of: Checkpoint, at: str, projection: str) -> Tensor:
         shape = (0, 0)  # `dense` reads an expert by its name
-        return dense(of, Weight(f"{at}.{projection}_proj.weight", shape, "expert"), self._device).float()
+        return dense(of, CheckpointWeight(f"{at}.{projection}_proj.weight", shape, "expert"), self._device).float()
 
     @property
     def weights(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from redline.disk import save, sync
 from redline.errors import ConfigError
 from redline.messages.base import Record
-from redline.model.k2.checkpoint import Checkpoint, Weight
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight
 from redline.ops.formats import E4M3_MOST, NVFP4_MOST
 from redline.ops.moe import gated
 from redline.quant.read import dense
@@ -65,7 +65,7 @@ class CalibrationInputs:
         largest = self._largest_kept[layer]
         return largest / E4M3_MOST if largest > 0 else 1.0
 
-    def of(self, checkpoint: Checkpoint, weight: Weight, device: torch.device) -> tuple[Tensor, int]:
+    def of(self, checkpoint: Checkpoint, weight: CheckpointWeight, device: torch.device) -> tuple[Tensor, int]:
         """(inputs of a weight's projection, float32 [rows, inputs]; number of tokens that were routed to it).
 
         If an expert received fewer than SEEN tokens, the rows are a sample of the whole layer's, and only show how
@@ -102,10 +102,10 @@ def _some(rows: Tensor, most: int) -> Tensor:
     return rows if len(rows) <= most else rows[torch.arange(most) * len(rows) // most]
 
 
-def _sibling(weight: Weight, projection: str) -> Weight:
+def _sibling(weight: CheckpointWeight, projection: str) -> CheckpointWeight:
     hidden, width = weight.shape
     name = weight.name.replace(".down_proj.", f".{projection}_proj.")
-    return Weight(name, (width, hidden), weight.kind)
+    return CheckpointWeight(name, (width, hidden), weight.kind)
 
 
 def _path(folder: Path, layer: int) -> Path:

@@ -5,6 +5,7 @@ The source's own card follows, under its YAML head (the licence), which stays at
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from redline.disk import human
 from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization
@@ -29,78 +30,75 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in _PARTS.items() if re.search(pattern, name)), "others")
 
 
-def card(
-    *,
-    to: Quantization,
-    how: str,
-    source: str,
-    was: Quantization,
-    fingerprint: str,
-    version: str,
-    size: int,
-    quantised: Iterable[str],
-    kept: Iterable[tuple[str, str]],
-    activations: bool,
-    kv_scales: bool,
-    errors: Sequence[str],
-    theirs: str,
-) -> str:
-    """The card.
+class QuantizedCard(NamedTuple):
+    """What the card tells about a quantised folder."""
 
-    how        the level, or a note that codes were kept
-    source     the folder's name; was: its format
-    quantised  stored names of weights in 4 bits; kept: (stored name, dtype) of all other tensors
-    errors     lines that summarize the quantisation error
-    theirs     the source's card; empty if it has none
-    """
-    head, body = _split(theirs)
-    parts = sorted({part_of(name) for name in quantised})
-    by_dtype: dict[str, set[str]] = {}
-    for name, dtype in kept:
-        by_dtype.setdefault(_DTYPES.get(dtype, dtype), set()).add(part_of(name))
-    rows = [("format", f"{_name(to)}; {_formula(to)}")]
-    if parts:
-        rows += [("group size", f"{_group(to)} weights"), ("quantised", ", ".join(parts))]
-    rows += [(f"in {dtype}", ", ".join(sorted(found))) for dtype, found in sorted(by_dtype.items())]
-    if isinstance(to, Nvfp4Experts):
-        rows.append(("activations", "scales for 4 bits are stored" if activations else "16 bits: no scales are stored"))
-        rows += [("KV cache", "scales for fp8 are stored")] * kv_scales
-    rows += [
-        ("made from", f"{source}, {_name(was)}, fingerprint {fingerprint[:16]}"),
-        ("made by", f"`redline quantize` {version}, {how}"),
-        ("size", human(size)),
-    ]
-    lines = [
-        f"# {source} in {_name(to)}",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {key} | {value} |" for key, value in rows),
-        "",
-        "config.json names the modules that are not quantised. quantize.json has each weight's error and each shard's",
-        "SHA-256.",
-        "",
-        "## Errors",
-        "",
-        *(f"- {line}" for line in errors),
-        "",
-        f"`redline audit SOURCE FOLDER` also compares experts' outputs and next tokens with those of {source}.",
-        "",
-        "## To serve it",
-        "",
-        "    redline serve FOLDER",
-        "",
-        "`--draft DRAFTER` adds the drafter of the source, which fits this model too.",
-    ]
-    if to == Nvfp4Experts("compressed-tensors"):
-        lines += [
-            "",
-            "transformers 5.24 drops `weight_global_scale` of these experts as it loads them, and computes with wrong",
-            "weights.",
+    to: Quantization
+    how: str  # the level, or a note that codes were kept
+    source: str  # the source folder's name
+    was: Quantization  # the source's format
+    fingerprint: str
+    version: str
+    size: int
+    quantised: Iterable[str]  # stored names of weights in 4 bits
+    kept: Iterable[tuple[str, str]]  # (stored name, dtype) of all other tensors
+    activations: bool
+    kv_scales: bool
+    errors: Sequence[str]  # lines that summarize the quantisation error
+    theirs: str  # the source's card; empty if it has none
+
+    def text(self) -> str:
+        head, body = _split(self.theirs)
+        parts = sorted({part_of(name) for name in self.quantised})
+        by_dtype: dict[str, set[str]] = {}
+        for name, dtype in self.kept:
+            by_dtype.setdefault(_DTYPES.get(dtype, dtype), set()).add(part_of(name))
+        rows = [("format", f"{_name(self.to)}; {_formula(self.to)}")]
+        if parts:
+            rows += [("group size", f"{_group(self.to)} weights"), ("quantised", ", ".join(parts))]
+        rows += [(f"in {dtype}", ", ".join(sorted(found))) for dtype, found in sorted(by_dtype.items())]
+        if isinstance(self.to, Nvfp4Experts):
+            rows.append(
+                ("activations", "scales for 4 bits are stored" if self.activations else "16 bits: no scales are stored")
+            )
+            rows += [("KV cache", "scales for fp8 are stored")] * self.kv_scales
+        rows += [
+            ("made from", f"{self.source}, {_name(self.was)}, fingerprint {self.fingerprint[:16]}"),
+            ("made by", f"`redline quantize` {self.version}, {self.how}"),
+            ("size", human(self.size)),
         ]
-    if body:
-        lines += ["", "# The card of the source", "", body]
-    return head + "\n".join(lines).rstrip() + "\n"
+        lines = [
+            f"# {self.source} in {_name(self.to)}",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {key} | {value} |" for key, value in rows),
+            "",
+            "config.json names the modules that are not quantised. quantize.json has each weight's error and each "
+            "shard's\nSHA-256.",
+            "",
+            "## Errors",
+            "",
+            *(f"- {line}" for line in self.errors),
+            "",
+            "`redline audit SOURCE FOLDER` also compares experts' outputs and next tokens with those of "
+            f"{self.source}.",
+            "",
+            "## To serve it",
+            "",
+            "    redline serve FOLDER",
+            "",
+            "`--draft DRAFTER` adds the drafter of the source, which fits this model too.",
+        ]
+        if self.to == Nvfp4Experts("compressed-tensors"):
+            lines += [
+                "",
+                "transformers 5.24 drops `weight_global_scale` of these experts as it loads them, and computes with "
+                "wrong\nweights.",
+            ]
+        if body:
+            lines += ["", "# The card of the source", "", body]
+        return head + "\n".join(lines).rstrip() + "\n"
 
 
 _DTYPES = {"BF16": "bf16", "F32": "float32", "F16": "float16", "F8_E4M3": "fp8"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
-from redline.model.k2.checkpoint import Checkpoint, Stored, Weight
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight, Stored
 from redline.model.k2.config import Int4Experts, Maker, Nvfp4Experts, Quantization
 from redline.model.k2.write import int4_tensors, kv_scale_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
@@ -105,7 +105,7 @@ def _moved(items: Iterable[Item], maker: Maker, kv_scales: bool) -> Iterator[Ite
         yield Moved(item, entry_of(name, tensor.dtype, tensor.shape))
 
 
-def activation_scale(checkpoint: Checkpoint, weight: Weight) -> Stored | None:
+def activation_scale(checkpoint: Checkpoint, weight: CheckpointWeight) -> Stored | None:
     """The stored tensor scale of a weight's 4-bit activations in an NVFP4 checkpoint."""
     codes = checkpoint.parts(weight)[0]
     module = base_name(codes).removesuffix("weight")

@@ -31,7 +31,7 @@ from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
 from redline.quant.calibrate import ROWS, SEEN, CalibrationInputs, capture, digest_of, stored_bytes
-from redline.quant.card import CARD, card
+from redline.quant.card import CARD, QuantizedCard
 from redline.quant.convert import (
     Converted,
     Item,
@@ -509,7 +509,7 @@ def _card(work: QuantizePlan, shards: Sequence[ShardDone]) -> str:
         elif not isinstance(item, KvScales | Moved):
             kept += [(entry.name, entry.dtype) for entry in entries_of(item) if entry.bytes]
     theirs = Path(work.config.source) / CARD
-    return card(
+    card = QuantizedCard(
         to=FORMATS[work.config.format],
         how=work.how,
         source=Path(work.config.source).resolve().name,
@@ -524,6 +524,7 @@ def _card(work: QuantizePlan, shards: Sequence[ShardDone]) -> str:
         errors=summary(shards),
         theirs=theirs.read_text(errors="replace") if theirs.is_file() else "",
     )
+    return card.text()
 
 
 def _save(path: Path, value: Any) -> None:

@@ -5,11 +5,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from redline.model.k2.checkpoint import Checkpoint, Projection, Weight
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight, Projection
 from redline.ops.formats import Int4, Nvfp4
 
 
-def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tensor:
+def dense(checkpoint: Checkpoint, weight: CheckpointWeight, device: torch.device) -> Tensor:
     """A weight [N, K], dequantized: float32 from 4 bits, else bf16 or the stored dtype."""
     if weight.kind != "expert":
         return checkpoint.plain(weight.name).to(device)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from redline.errors import ConfigError
 from redline.messages.base import Record
-from redline.model.k2.checkpoint import Checkpoint, Weight
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight
 from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization, Unquantized
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
@@ -46,9 +46,9 @@ class QuantizeConfig(Record, frozen=True, kw_only=True):
 class Task:
     """A weight to convert. `scaled_with` (includes itself): the weights that share its tensor scale, gate and up."""
 
-    weight: Weight
+    weight: CheckpointWeight
     to: Quantization  # Unquantized: bf16
-    scaled_with: tuple[Weight, ...]
+    scaled_with: tuple[CheckpointWeight, ...]
 
 
 def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
@@ -83,7 +83,7 @@ def is_layout(config: QuantizeConfig, checkpoint: Checkpoint) -> bool:
     return isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts) and source != target
 
 
-def as_stored(config: QuantizeConfig, checkpoint: Checkpoint, weights: Iterable[Weight]) -> QuantizeConfig:
+def as_stored(config: QuantizeConfig, checkpoint: Checkpoint, weights: Iterable[CheckpointWeight]) -> QuantizeConfig:
     """The config completed from a source in another layout: the quantised modules, and scales of an fp8 KV cache.
 
     If only some of the shared experts or dense layers are quantised, those become bf16.
@@ -103,7 +103,7 @@ def has_kv_scales(checkpoint: Checkpoint) -> bool:
     return len(found) >= 2 * checkpoint.config.num_hidden_layers
 
 
-def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[Weight]) -> dict[str, Task]:
+def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[CheckpointWeight]) -> dict[str, Task]:
     """The weights to convert, by logical name. All others keep their bytes.
 
     In addition to the requested weights, those in a format that the new config.json cannot express become bf16: FP8
@@ -120,7 +120,7 @@ def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[Weight])
     return found
 
 
-def _chosen(weight: Weight, config: QuantizeConfig) -> bool:
+def _chosen(weight: CheckpointWeight, config: QuantizeConfig) -> bool:
     return (
         weight.kind == "expert"
         or ("shared" in config.also and _SHARED.fullmatch(weight.name) is not None)
@@ -128,7 +128,7 @@ def _chosen(weight: Weight, config: QuantizeConfig) -> bool:
     )
 
 
-def _pair(weight: Weight, by_name: dict[str, Weight]) -> tuple[Weight, ...]:
+def _pair(weight: CheckpointWeight, by_name: dict[str, CheckpointWeight]) -> tuple[CheckpointWeight, ...]:
     """The weight and its partner: engines compute gate and up in one product, which has one tensor scale."""
     for this, other in ((".gate_proj.", ".up_proj."), (".up_proj.", ".gate_proj.")):
         if this in weight.name:

@@ -1,7 +1,7 @@
 """Progress of a step's prefill while the device runs it: the number of model layers computed.
 
 With KV transfer, a prefill worker sends the layers of a step while the device computes the next ones
-(`worker/kv_transfer.py`). The thread that launches the step records an event after each layer on its stream, and the
+(`kv_transfer/manager.py`). The thread that launches the step records an event after each layer on its stream, and the
 loop's thread polls which of these events the device has passed. Steps that run eagerly, or in one call, have no marks;
 their layers count as computed at the step's end.
 """

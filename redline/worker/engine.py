@@ -61,7 +61,7 @@ from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, Engin
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
-from redline.worker.kv_transfer import KvTransferManager
+from redline.worker.kv_transfer.manager import KvTransferManager
 from redline.worker.loop import lead
 from redline.worker.profile import ProfileService
 from redline.worker.rank_parcels import RankPages, RankParcels

@@ -20,8 +20,8 @@ from redline.transport.choice import TransportName, open_transport
 from redline.transport.peer import GpuDriver, PeerTransport
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.kv_receiver import KvReceiver, ReceiveBudget
-from redline.worker.kv_sender import KvSender
+from redline.worker.kv_transfer.receiver import KvReceiver, ReceiveBudget
+from redline.worker.kv_transfer.sender import KvSender
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # the owner of a chunk that is sent

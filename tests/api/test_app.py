@@ -14,7 +14,7 @@ from redline.api.app import create_app
 from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
 from redline.api.errors import answer_to, tell
-from redline.api.gateway.admission import Admission
+from redline.api.gateway.admission import RequestAdmission
 from redline.api.gateway.gateway import Gateway
 from redline.api.gateway.generation import Generation, JobFailed
 from redline.api.openai.sse import ChatStream
@@ -489,12 +489,12 @@ async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_beh
     """A request that has begun is answered: readiness of the worker is not checked again before its answer."""
     begin = Gateway.begin
 
-    def silent(_: Admission) -> None:
+    def silent(_: RequestAdmission) -> None:
         raise Overloaded("the worker has been silent for 5 s", reason="silent")
 
     async def begins(gateway: Gateway, ask: Ask) -> Generation:
         generation = await begin(gateway, ask)
-        monkeypatch.setattr(Admission, "engine", silent)
+        monkeypatch.setattr(RequestAdmission, "engine", silent)
         return generation
 
     monkeypatch.setattr(Gateway, "begin", begins)

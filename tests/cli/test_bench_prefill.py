@@ -16,7 +16,7 @@ from redline.cli import app, main
 from redline.cli.bench import prefill_tables
 from redline.errors import RedlineError
 from redline.kernels.group import ALONE
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RATE = 800e12  # operations per second
@@ -45,7 +45,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(prefill_tables, "pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(prefill_tables, "has_kernels", lambda device: True)
     monkeypatch.setattr(prefill_tables, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(prefill_tables, "measure", lambda device, working_set_bytes: Machine("a GPU", 4e12, RATE))
+    monkeypatch.setattr(prefill_tables, "measure", lambda device, working_set_bytes: PeakRates("a GPU", 4e12, RATE))
     monkeypatch.setattr(prefill_tables, "ranks_of_gpus", group)
     monkeypatch.setattr(prefill_tables, "prefill_cases", cases)
     return asked

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.progress import Working
 from redline.run.fit import MemorySizes, fit
 from redline.worker.config import EngineConfig, Suffix
@@ -136,7 +137,7 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fixed machine, because measuring takes seconds."""
-    monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: Machine("any", 1e10, 1e11))
+    monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: PeakRates("any", 1e10, 1e11))
 
 
 def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
@@ -218,9 +219,9 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
 
     measured: list[int] = []
 
-    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> Machine:
+    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> PeakRates:
         measured.append(working_set_bytes)
-        return Machine("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
+        return PeakRates("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
 
     monkeypatch.setattr(doctor, "measure", measure)
     read = Checkpoint.open(tiny).config.bytes_per_token
@@ -228,6 +229,22 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
     assert measured == [doctor.WORKING_SET_BYTES, read]
     assert "at 1000.0 GB/s (measured over that size)" in said
     assert f"at most {1e12 / read:,.0f} tokens/s" in said
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_names_the_drafter_next_to_the_model(tiny: Path, tmp_path: Path):
+    model, drafter = tmp_path / "tiny", tmp_path / "tiny-eagle3"
+    model.symlink_to(tiny)
+    assert "drafter  " not in typed("doctor", model)
+    config = Eagle3Config.for_target(Checkpoint.open(tiny).config)
+    Eagle3(config).save(drafter)
+    said = " ".join(typed("doctor", model).split())
+    assert f"redline serve {model} --draft {drafter}" in said
+    assert f"drafter {drafter} is next to the model" in said
+    Eagle3(replace(config, vocab_size=config.vocab_size + 1)).save(drafter)
+    said = " ".join(typed("doctor", model).split())
+    assert "--draft" not in said
+    assert f"drafter not used: {drafter}: vocab_size is {config.vocab_size + 1}; this target needs" in said
 
 
 @pytest.mark.usefixtures("machine")

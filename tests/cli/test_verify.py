@@ -56,6 +56,7 @@ def test_the_verdict_comes_first_then_file_tensor_and_fix(tmp_path: Path):
         (["folder", "--requests", "x"], "--requests is for --server only"),
         (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
         ([__file__], "a file; expected a model's folder"),
+        (["."], "config.json: missing: the folder is empty; expected a model's folder"),
     ],
 )
 def test_what_does_not_go_together_is_said(words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

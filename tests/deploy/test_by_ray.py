@@ -7,7 +7,7 @@ import pytest
 
 from redline.deploy import by_ray
 from redline.deploy.by_ray import Bundle, Told, bundle_of, check_ray
-from redline.deploy.config import Place
+from redline.deploy.config import WorkerSpec
 from redline.errors import ConfigError
 from redline.worker.config import EngineConfig
 from tests.waiting import eventually
@@ -18,13 +18,13 @@ TOLD = Told(join="tcp://127.0.0.1:9", key_file="key", bundles=())
 @pytest.mark.parametrize(
     ("place", "bundle"),
     [
-        (Place("a", "both", EngineConfig()), Bundle(name="a", cpus=1, gpus=1)),
-        (Place("a", "both", EngineConfig(ranks=8)), Bundle(name="a", cpus=8, gpus=8)),
-        (Place("a", "both", EngineConfig(device="cpu", ranks=2)), Bundle(name="a", cpus=2, gpus=0)),
-        (Place("a", "both", EngineConfig(device="cpu"), cores=(0, 1, 2)), Bundle(name="a", cpus=3, gpus=0)),
+        (WorkerSpec("a", "both", EngineConfig()), Bundle(name="a", cpus=1, gpus=1)),
+        (WorkerSpec("a", "both", EngineConfig(ranks=8)), Bundle(name="a", cpus=8, gpus=8)),
+        (WorkerSpec("a", "both", EngineConfig(device="cpu", ranks=2)), Bundle(name="a", cpus=2, gpus=0)),
+        (WorkerSpec("a", "both", EngineConfig(device="cpu"), cores=(0, 1, 2)), Bundle(name="a", cpus=3, gpus=0)),
     ],
 )
-def test_a_worker_is_given_what_its_ranks_need(place: Place, bundle: Bundle) -> None:
+def test_a_worker_is_given_what_its_ranks_need(place: WorkerSpec, bundle: Bundle) -> None:
     assert bundle_of(place) == bundle
 
 

@@ -38,7 +38,7 @@ AREA = 1 << 17  # bytes of a transfer buffer, so small that a prompt takes sever
 @pytest.fixture(autouse=True, scope="module")
 def parcels_are_waited_for() -> Iterator[None]:
     """Wait for KV chunks without a time limit, so that slow machines pass."""
-    with mock.patch("redline.worker.kv_receiver.READ_S", LIMIT_S):
+    with mock.patch("redline.worker.kv_transfer.receiver.READ_S", LIMIT_S):
         yield
 
 

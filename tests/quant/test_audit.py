@@ -116,9 +116,9 @@ def test_an_experts_output_error_is_that_of_its_product(pair: tuple[Path, Path])
 
 
 def _weight(name: str):
-    from redline.model.k2.checkpoint import Weight
+    from redline.model.k2.checkpoint import CheckpointWeight
 
-    return Weight(name, (0, 0), "expert")
+    return CheckpointWeight(name, (0, 0), "expert")
 
 
 def _log_probabilities(checkpoint: Checkpoint, text: CalibrationText) -> torch.Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from redline.errors import ConfigError
-from redline.model.k2.checkpoint import Checkpoint, Weight
+from redline.model.k2.checkpoint import Checkpoint, CheckpointWeight
 from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.ops.formats import Nvfp4, quantize_int4
 from redline.ops.moe import gated
@@ -111,15 +111,18 @@ def test_what_an_expert_read_is_found_again(tmp_path: Path):
     stored = load_file(tmp_path / "inputs" / "layer-00002.safetensors")
     rows = stored["x"][(stored["ids"] == 5).any(1)].float()
     assert len(rows) > 100
-    x, seen = found.of(checkpoint, Weight("layers.2.mlp.experts.5.gate_proj.weight", (32, 64), "expert"), CPU)
+    x, seen = found.of(checkpoint, CheckpointWeight("layers.2.mlp.experts.5.gate_proj.weight", (32, 64), "expert"), CPU)
     assert seen == len(rows)
     assert torch.equal(x, rows)
-    down = Weight("layers.2.mlp.experts.5.down_proj.weight", (64, 32), "expert")
+    down = CheckpointWeight("layers.2.mlp.experts.5.down_proj.weight", (64, 32), "expert")
     gate, up = (
-        dense(checkpoint, Weight(down.name.replace("down", name), (32, 64), "expert"), CPU) for name in ("gate", "up")
+        dense(checkpoint, CheckpointWeight(down.name.replace("down", name), (32, 64), "expert"), CPU)
+        for name in ("gate", "up")
     )
     assert torch.equal(found.of(checkpoint, down, CPU)[0], gated(rows @ gate.T, rows @ up.T))
-    shared, every = found.of(checkpoint, Weight("layers.1.mlp.shared_experts.up_proj.weight", (32, 64), "linear"), CPU)
+    shared, every = found.of(
+        checkpoint, CheckpointWeight("layers.1.mlp.shared_experts.up_proj.weight", (32, 64), "linear"), CPU
+    )
     assert every == len(shared) == 12 * 60
     assert set(load_file(tmp_path / "inputs" / "layer-00000.safetensors")) == {"x"}
 
@@ -146,7 +149,7 @@ def test_a_calibrated_checkpoint_has_scales_for_activations_and_says_so(tmp_path
     assert torch.equal(files[f"{at}gate_proj.{suffix}"], files[f"{at}up_proj.{suffix}"])
     found = capture(Checkpoint.open(source), texts(), tmp_path / "inputs", CPU)
     for projection, shape in (("up", (32, 64)), ("down", (64, 32))):
-        weight = Weight(f"layers.2.mlp.experts.5.{projection}_proj.weight", shape, "expert")
+        weight = CheckpointWeight(f"layers.2.mlp.experts.5.{projection}_proj.weight", shape, "expert")
         x, _ = found.of(Checkpoint.open(source), weight, CPU)
         scale = files[f"{at}{projection}_proj.{suffix}"]
         most = float(scale) * 2688 if to == "nvfp4-modelopt" else 2688 / float(scale)

@@ -1,6 +1,6 @@
 """The share of a worker's time that goes to placing received KV chunks."""
 
-from redline.worker.kv_receiver import ReceiveBudget
+from redline.worker.kv_transfer.receiver import ReceiveBudget
 
 MIB = 1 << 20
 PARCEL = 4 * MIB

@@ -28,7 +28,7 @@ from redline.messages.handoff import (
 )
 from redline.messages.job import Abort, Job, JobId
 from redline.transport.memory import Disturbance, MemoryTransport
-from redline.worker import kv_incoming, kv_outgoing, kv_receiver, kv_sender
+from redline.worker.kv_transfer import incoming, outgoing, receiver, sender
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.transfer_paths import Carrier
 from tests.handoff import Box, Pair, Side
@@ -136,7 +136,7 @@ def test_a_link_that_stalls_is_given_up_after_its_seconds() -> None:
                 both.turn()
                 clock.now += 0.05
             assert not both.deltas["asked"]
-            clock.now += kv_receiver.READ_S
+            clock.now += receiver.READ_S
         answers = both.run()
         assert both.answers.exchange.counts == {"transfer": 1}
         finished(both)
@@ -172,7 +172,7 @@ def test_a_worker_that_says_nothing_is_not_waited_for_longer_than_it_may() -> No
             both.turn()
             both.turn()
         both.computes.stopped = True  # and no message reports it
-        clock.now = kv_incoming.SILENCE_S + 1
+        clock.now = incoming.SILENCE_S + 1
         answers = both.run()
         assert both.answers.exchange.counts == {"silence": 1}
     finally:
@@ -210,7 +210,7 @@ def test_a_prompt_that_nobody_wants_is_given_up() -> None:
             for _ in range(10):
                 both.turn()
             assert both.computes.engine.planner.load().pages_used > 0, "pages wait to be read"
-            clock.now = kv_outgoing.WANT_S + 1
+            clock.now = outgoing.WANT_S + 1
             both.turn()
         assert both.computes.engine.planner.load().pages_used == 0
         assert both.computes.exchange.idle
@@ -231,7 +231,7 @@ def test_a_parcel_that_nobody_has_read_in_time_fails_its_checksum_or_is_gone() -
         with torch.inference_mode():
             for _ in range(3):
                 both.turn()
-            clock.now += kv_sender.LEASE_S + 1
+            clock.now += sender.LEASE_S + 1
             both.computes.exchange.settled([])
             leaving = both.computes.exchange._ways["memory"].departures
             assert leaving is not None
@@ -467,7 +467,7 @@ def test_a_prompt_that_is_short_once_it_has_begun_long_after_a_silence_is_comput
         with torch.inference_mode():
             both.answers.turn()
             both.answers.exchange.hear(PrefillStarted(job=JobId("again")))
-            clock.now += kv_incoming.SILENCE_S + 1  # the process was stopped during its step
+            clock.now += incoming.SILENCE_S + 1  # the process was stopped during its step
             both.computes.stopped = True
         answers = both.run()
         assert both.answers.exchange.counts == {"short": 1}
@@ -489,7 +489,7 @@ def test_who_waits_behind_other_prompts_is_patient_until_its_own_has_begun() -> 
                 both.answers.box.put(Queued(job=JobId("asked")))
                 both.turn()
             assert not both.answers.exchange.counts
-            clock.now += kv_incoming.SILENCE_S + 2
+            clock.now += incoming.SILENCE_S + 2
             both.turn()
             both.turn()
         assert both.answers.exchange.counts == {"silence": 1}
@@ -521,12 +521,12 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
             for _ in range(500):
                 both.turn()
             assert both.answers.engine.planner.transfers.starved, "the running job was pre-empted, and no job runs"
-            clock.now += kv_outgoing.ROOM_S / 2
+            clock.now += outgoing.ROOM_S / 2
             both.turn()
-            clock.now += kv_outgoing.ROOM_S / 4
+            clock.now += outgoing.ROOM_S / 4
             both.turn()
             assert not both.answers.exchange.counts
-            clock.now += kv_outgoing.ROOM_S / 2
+            clock.now += outgoing.ROOM_S / 2
             both.turn()
             assert both.answers.exchange.counts == {"room": 1}
             assert arriving[2].id not in both.answers.exchange._incoming.prompts, "the newest job must be given up"
@@ -735,7 +735,7 @@ def test_a_wish_that_was_lost_is_said_again() -> None:
                         lost.append(message)
                     else:
                         both.computes.box.put(message)
-        clock.now += kv_outgoing.WORD_S
+        clock.now += outgoing.WORD_S
         answers = both.run()
         assert both.answers.exchange.counts == {"taken over": 1}
         finished(both)

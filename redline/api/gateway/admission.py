@@ -14,7 +14,7 @@ from redline.errors import Overloaded, RequestError, WorkerLost
 from redline.messages.news import Ready
 
 
-class Admission:
+class RequestAdmission:
     """Decides which requests are accepted. `peers` counts for the limits on the queue."""
 
     def __init__(

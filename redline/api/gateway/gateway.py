@@ -13,7 +13,7 @@ from redline.api.ask import Ask, Prompt
 from redline.api.auth.quota import CALLER, Caller, ServedRate
 from redline.api.config import Limits, Sla
 from redline.api.gateway.active_requests import ActiveRequests
-from redline.api.gateway.admission import Admission
+from redline.api.gateway.admission import RequestAdmission
 from redline.api.gateway.dispatcher import Dispatcher
 from redline.api.gateway.encoder import INLINE_CHARS, EncodedPrompt, Encoder
 from redline.api.gateway.generation import Generation
@@ -77,7 +77,9 @@ class Gateway:
         self.monitor = WorkerMonitor(
             self.workers, self.requests, self.dispatcher, self._flusher, metrics, self.pictures, clock, replica
         )
-        self.admission = Admission(limits, self.requests, self.peers, self.monitor, self.dispatcher, self._served)
+        self.admission = RequestAdmission(
+            limits, self.requests, self.peers, self.monitor, self.dispatcher, self._served
+        )
         self._at_end: list[Callable[[], object]] = []
 
     @property

@@ -54,7 +54,7 @@ def settled(
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
-class DomainAcceptance(Record, frozen=True):
+class ServerAcceptance(Record, frozen=True):
     """A domain at one temperature on one server.
 
     source: where the counts come from. drafts: rounds that verified drafts; draft_tokens: their draft tokens; accepted:
@@ -106,12 +106,12 @@ class DomainAcceptance(Record, frozen=True):
 
 def part(
     server: str, temperature: float, domain: str, answers: Sequence[TimedAnswer], counted: DraftCounters | None
-) -> DomainAcceptance:
+) -> ServerAcceptance:
     """The figures of a domain, from its answers and the server's counters. counted: None: there are no counters."""
     good = [answer for answer in answers if failure_of(answer) is None]
     usages = [answer.usage for answer in good if answer.usage is not None]
     tokens = sum(usage.completion_tokens or 0 for usage in usages)
-    plain = DomainAcceptance(
+    plain = ServerAcceptance(
         server=server,
         temperature=temperature,
         domain=domain,
@@ -137,12 +137,12 @@ def part(
     return plain
 
 
-def together(parts: Sequence[DomainAcceptance], domain: str = "all") -> DomainAcceptance:
+def together(parts: Sequence[ServerAcceptance], domain: str = "all") -> ServerAcceptance:
     """Merges several domains of one server at one temperature; each round counts once."""
     places = max((len(one.per_place) for one in parts), default=0)
     first = parts[0]
     sources = {one.source for one in parts}
-    return DomainAcceptance(
+    return ServerAcceptance(
         server=first.server,
         temperature=first.temperature,
         domain=domain,
@@ -158,9 +158,9 @@ def together(parts: Sequence[DomainAcceptance], domain: str = "all") -> DomainAc
     )
 
 
-def groups(parts: Sequence[DomainAcceptance]) -> dict[tuple[str, float], list[DomainAcceptance]]:
+def groups(parts: Sequence[ServerAcceptance]) -> dict[tuple[str, float], list[ServerAcceptance]]:
     """Groups parts by server and temperature, in order."""
-    found: dict[tuple[str, float], list[DomainAcceptance]] = {}
+    found: dict[tuple[str, float], list[ServerAcceptance]] = {}
     for one in parts:
         found.setdefault((one.server, one.temperature), []).append(one)
     return found
@@ -169,7 +169,7 @@ def groups(parts: Sequence[DomainAcceptance]) -> dict[tuple[str, float], list[Do
 # ------------------------------------------------------------------------------------------------------- report
 
 
-def remarks(parts: Sequence[DomainAcceptance]) -> list[str]:
+def remarks(parts: Sequence[ServerAcceptance]) -> list[str]:
     """Remarks for readers of the figures, one sentence each."""
     said: list[str] = []
     for (server, temperature), of in groups(parts).items():
@@ -208,7 +208,7 @@ def remarks(parts: Sequence[DomainAcceptance]) -> list[str]:
     return said
 
 
-def by_k_table(whole: DomainAcceptance) -> Table:
+def by_k_table(whole: ServerAcceptance) -> Table:
     """Acceptance by position, and mean tokens per round by k next to the golden curve."""
     rows: list[tuple[str, ...]] = []
     before = 1.0
@@ -235,7 +235,7 @@ def by_k_table(whole: DomainAcceptance) -> Table:
     )
 
 
-def domains_table(parts: Sequence[DomainAcceptance]) -> Table:
+def domains_table(parts: Sequence[ServerAcceptance]) -> Table:
     """Acceptance by domain of one server at one temperature."""
     rows = [*parts, together(parts)] if len(parts) > 1 else list(parts)
     most = min(len(GOLDEN), max((len(one.per_place) for one in rows), default=0))
@@ -266,7 +266,7 @@ def domains_table(parts: Sequence[DomainAcceptance]) -> Table:
 
 def accept_sections(result: BenchResult) -> list[Section]:
     """A page's sections, from the parts in the result's details."""
-    parts = msgspec.convert(result.details["parts"], list[DomainAcceptance])
+    parts = msgspec.convert(result.details["parts"], list[ServerAcceptance])
     sections: list[Section] = [*(Words(text=text, warning=True) for text in remarks(parts))]
     wholes = [together(of) for of in groups(parts).values()]
     if drawn := [one for one in wholes if one.rates]:
@@ -278,7 +278,7 @@ def accept_sections(result: BenchResult) -> list[Section]:
     return sections
 
 
-def _curve(wholes: Sequence[DomainAcceptance]) -> Plot:
+def _curve(wholes: Sequence[ServerAcceptance]) -> Plot:
     def line(name: str, lengths: Sequence[float]) -> Series:
         return Series(name=name, x=tuple(map(float, range(len(lengths)))), y=tuple(lengths), style="line and points")
 
@@ -298,7 +298,7 @@ def _curve(wholes: Sequence[DomainAcceptance]) -> Plot:
     )
 
 
-def figures(parts: Sequence[DomainAcceptance]) -> dict[str, Any]:
+def figures(parts: Sequence[ServerAcceptance]) -> dict[str, Any]:
     """Server and temperature -> rates by position, mean tokens by k and per round; under vLLM's keys if they exist."""
     found: dict[str, Any] = {}
     for (server, temperature), of in groups(parts).items():

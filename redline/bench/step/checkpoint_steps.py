@@ -12,7 +12,7 @@ from redline import clock
 from redline.messages.base import Record
 from redline.messages.job import PAGE_TOKENS, PageId, Sampling
 from redline.messages.step import Begin, Row, Step
-from redline.ops.op import Cost, Machine
+from redline.ops.op import Cost, PeakRates
 from redline.run.runner import Runner
 
 _GREEDY = Sampling(max_tokens=1 << 20, temperature=0)
@@ -57,7 +57,7 @@ def step_cost(runner: Runner, batch: int, context: int) -> Cost:
 
 def bench_decode(
     runner: Runner,
-    machine: Machine,
+    machine: PeakRates,
     batches: Sequence[int],
     contexts: Sequence[int],
     repeats: int,

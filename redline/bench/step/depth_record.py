@@ -16,7 +16,7 @@ from redline.bench.step.rounds import RoundCase, RoundTiming, floors
 from redline.disk import hold, save, written
 from redline.errors import ConfigError
 from redline.messages.base import Record
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 
 WAIT_S = 60.0  # timeout in seconds while another process appends to the same file
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -134,7 +134,7 @@ PEER_MS = {  # ms by (ranks, rows), measured at 5 and 9 layers (two GPUs: 9 and 
 _WHAT = {DepthRecord: "measured steps", RoundRecord: "measured rounds"}
 
 
-def record_of(depth: DepthCase, timing: Timing, machine: Machine) -> DepthRecord:
+def record_of(depth: DepthCase, timing: Timing, machine: PeakRates) -> DepthRecord:
     """The record of a measured case, with the current machine, versions, commit and date.
 
     Raises StopIteration for a KV dtype that is not in KV_DTYPES.
@@ -179,7 +179,7 @@ def record_of(depth: DepthCase, timing: Timing, machine: Machine) -> DepthRecord
     )
 
 
-def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> RoundRecord:
+def round_record(case: RoundCase, timing: RoundTiming, machine: PeakRates) -> RoundRecord:
     """The record of a measured round, like `record_of` for a step."""
     whole = Timing(timing.ms, timing.p10_ms, timing.p90_ms, timing.experts, ())
     step: dict[str, Any] = msgspec.structs.asdict(record_of(case.depth, whole, machine))

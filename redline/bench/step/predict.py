@@ -24,7 +24,7 @@ from redline.bench.step.rounds import RoundCase, floors
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.policy.synthetic import GOLDEN, rates_of
 
 TOKENS = 1, 4, 8, 32  # of the measured steps
@@ -180,9 +180,9 @@ class PredictedRanks:
     on: Several
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> PeakRates:
         """The limits of one rank."""
-        return Machine(self.on.chip.name, self.on.chip.reads.value, self.on.chip.flops.value)
+        return PeakRates(self.on.chip.name, self.on.chip.reads.value, self.on.chip.flops.value)
 
     def depth(self, rows: int, tokens: int, context: int, kv_dtype: str) -> DepthCase:
         """The case with these sizes."""

@@ -43,7 +43,7 @@ from redline.model.eagle3.shard import body_left_out, body_ranks, head_ranks
 from redline.model.k2.cpu import K2
 from redline.model.k2.forced_routing import distinct, draw
 from redline.model.k2.random_weights import ForcedK2
-from redline.ops.op import Cost, Machine
+from redline.ops.op import Cost, PeakRates
 from redline.policy.synthetic import length_of
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
@@ -168,7 +168,7 @@ class RoundTiming(NamedTuple):
         return None if self.trace is None else idle_share(joined(intervals(self.trace, ON_DEVICE, "cat")))
 
 
-def floors(case: RoundCase, experts: float, machine: Machine) -> tuple[float, float]:
+def floors(case: RoundCase, experts: float, machine: PeakRates) -> tuple[float, float]:
     """The floors of (verifying, drafting) in milliseconds. experts: distinct experts of all layers together."""
     first = case.draft_cost(1)
     further = case.draft_cost(2).seconds(machine) - first.seconds(machine)

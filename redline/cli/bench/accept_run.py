@@ -7,7 +7,7 @@ from rich.console import Console
 
 from redline import clock
 from redline.bench.serving import accept, ready
-from redline.bench.serving.accept import DomainAcceptance, by_domain, part, settled
+from redline.bench.serving.accept import ServerAcceptance, by_domain, part, settled
 from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.records import LoadRequest, TimedAnswer
 from redline.bench.serving.target import LoadPace, ServerTarget
@@ -79,7 +79,7 @@ def _run(config: AcceptRun, console: Console) -> int:
     targets = [kept.reached(target, config.flags.waiting.ready_check_timeout_sec, console) for target in config.targets]
     asked = [questions(config, target) for target in targets]
     total = len(config.temperatures) * sum(len(of) for domains in asked for of in domains.values())
-    began, parts, answers, stopped = clock.now(), list[DomainAcceptance](), list[TimedAnswer](), False
+    began, parts, answers, stopped = clock.now(), list[ServerAcceptance](), list[TimedAnswer](), False
     with Working("requests", shown=not config.flags.disable_tqdm) as working:
         for target, domains in zip(targets, asked, strict=True):
             for temperature in config.temperatures:
@@ -114,7 +114,7 @@ def _run(config: AcceptRun, console: Console) -> int:
 
 def measured(
     config: AcceptRun, target: ServerTarget, temperature: float, domain: str, of: list[LoadRequest], load: kept.Load
-) -> tuple[DomainAcceptance, list[TimedAnswer], bool]:
+) -> tuple[ServerAcceptance, list[TimedAnswer], bool]:
     """Measures a domain at one temperature: its figures, its answers, and whether Ctrl-C interrupted it."""
     place = target if config.metrics_url is None else msgspec.structs.replace(target, base_url=config.metrics_url)
     those_asked = [msgspec.structs.replace(ask, extra={**ask.extra, "temperature": temperature}) for ask in of]

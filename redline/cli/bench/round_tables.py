@@ -38,7 +38,7 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
 from redline.model.k2.hopper import most_decoded
 from redline.model.k2.random_weights import random_k2
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.policy.synthetic import GOLDEN, rates_of, read_acceptance
 from redline.progress import Working
 from redline.worker.config import HEAD_BITS
@@ -186,7 +186,7 @@ def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
         draw(timing.trace, record.ms, what, save.with_name(f"{save.stem}-{name}.png"))
 
 
-def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Machine, console: Console) -> None:
+def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: PeakRates, console: Console) -> None:
     """hosts: milliseconds that the host took to enqueue each case's round."""
     first = records[0]
     table = Table(

@@ -32,7 +32,7 @@ from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.forced_routing import OVERLAP
 from redline.model.k2.shapes import shape
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.progress import Working
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
@@ -116,7 +116,7 @@ def all_threads() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def limits(device: torch.device, working_set_bytes: int) -> Machine:
+def limits(device: torch.device, working_set_bytes: int) -> PeakRates:
     """Measures this machine. On a CPU, torch then gets 1 thread: our kernels have their own."""
     machine = measure(device, working_set_bytes)
     if device.type == "cpu" and native.library() is not None:
@@ -189,7 +189,7 @@ def saved_case_by_case(save: Path | None, kind: type[DepthRecord], work: Callabl
 def _bench_depth(
     config: DepthConfig, measured: list[DepthCase], build: Build, device: torch.device, console: Console
 ) -> int:
-    machine: Machine | None = None
+    machine: PeakRates | None = None
     with all_threads():
         for case in measured:
             for line in describe(case, config, DepthMemory(case)):
@@ -298,14 +298,14 @@ def _measure(case: DepthCase, build: Build, device: torch.device, repeats: int) 
             raise memory.refusal(free) from error
 
 
-def _print(record: DepthRecord, machine: Machine, console: Console) -> None:
+def _print(record: DepthRecord, machine: PeakRates, console: Console) -> None:
     if record.ops:
         console.print(_op_table(record, machine))
     for line in _sums(record):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _op_table(record: DepthRecord, machine: Machine) -> Table:
+def _op_table(record: DepthRecord, machine: PeakRates) -> Table:
     what = f"{record.rows} x {record.tokens_per_row} tokens, context {record.context:,}, {record.kv_dtype} pages"
     table = Table(
         title=f"decode, {record.shape} on {record.gpu}: {what}, routing {record.routing}",

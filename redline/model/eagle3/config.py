@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -36,6 +36,17 @@ def default_layer_ids(layers: int) -> tuple[int, ...]:
     if layers >= 7:
         return 2, layers // 2, layers - 3
     return tuple(sorted({0, min(layers, max(2, layers // 2)), layers}))
+
+
+class Eagle3Sizes(TypedDict, total=False):
+    """Sizes of a new drafter. None, or left out: the target's."""
+
+    intermediate_size: int | None
+    q_lora_rank: int | None
+    kv_lora_rank: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,30 +91,26 @@ class Eagle3Config:
         *,
         architecture: Architecture = "mla",
         draft_vocab_size: int | None = -1,
-        intermediate_size: int | None = None,
-        q_lora_rank: int | None = None,
-        kv_lora_rank: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
         layer_ids: tuple[int, ...] | None = None,
         fc_norm: bool = True,
         norm_output: bool = True,
+        **own: Unpack[Eagle3Sizes],
     ) -> "Eagle3Config":
         """A drafter config for this target; by default EAGLE-3.1 with a full head.
 
         draft_vocab_size  number of tokens in the drafter's own head; -1: the whole vocabulary, None: no head of its own
+        layer_ids         None: `default_layer_ids`
 
-        Any other size that is None defaults to the target's. A Llama drafter has plain rope (theta 1e6, as in published
+        A Llama drafter has plain rope (theta 1e6, as in published
         drafters), since engines disagree about YaRN there.
         """
-        heads = num_attention_heads or target.num_attention_heads
+        heads = own.get("num_attention_heads") or target.num_attention_heads
         sizes: dict[str, Any]
         if architecture == "mla":
             sizes = {
                 "num_key_value_heads": heads,
-                "q_lora_rank": q_lora_rank or target.q_lora_rank,
-                "kv_lora_rank": kv_lora_rank or target.kv_lora_rank,
+                "q_lora_rank": own.get("q_lora_rank") or target.q_lora_rank,
+                "kv_lora_rank": own.get("kv_lora_rank") or target.kv_lora_rank,
                 "qk_nope_head_dim": target.qk_nope_head_dim,
                 "qk_rope_head_dim": target.qk_rope_head_dim,
                 "v_head_dim": target.v_head_dim,
@@ -112,8 +119,8 @@ class Eagle3Config:
             }
         else:
             sizes = {
-                "num_key_value_heads": num_key_value_heads or heads,
-                "head_dim": head_dim or target.v_head_dim,
+                "num_key_value_heads": own.get("num_key_value_heads") or heads,
+                "head_dim": own.get("head_dim") or target.v_head_dim,
                 "rope_theta": 1e6,
                 "yarn": None,
             }
@@ -121,7 +128,7 @@ class Eagle3Config:
             architecture=architecture,
             hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
-            intermediate_size=intermediate_size or target.intermediate_size,
+            intermediate_size=own.get("intermediate_size") or target.intermediate_size,
             num_attention_heads=heads,
             vocab_size=target.vocab_size,
             draft_vocab_size=target.vocab_size if draft_vocab_size == -1 else draft_vocab_size,

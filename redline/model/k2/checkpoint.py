@@ -27,7 +27,7 @@ from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 Projection = Literal["gate", "up", "down"]
 
 
-class Weight(NamedTuple):
+class CheckpointWeight(NamedTuple):
     """A tensor that the config requires, under its logical name.
 
     The logical name has no prefix, and ends in `.weight` even if the file stores a quantised form under other names.
@@ -38,46 +38,48 @@ class Weight(NamedTuple):
     kind: Literal["plain", "linear", "expert"]  # plain is never quantised; linear may be FP8 or NVFP4; expert INT4 too
 
 
-def weights(config: K2Config) -> Iterator[Weight]:
+def weights(config: K2Config) -> Iterator[CheckpointWeight]:
     """Every tensor of the text model, in the order of computation. Shapes are [out, in]."""
     hidden = config.hidden_size
     heads = config.num_attention_heads
-    yield Weight("embed_tokens.weight", (config.vocab_size, hidden), "plain")
+    yield CheckpointWeight("embed_tokens.weight", (config.vocab_size, hidden), "plain")
     for layer in range(config.num_hidden_layers):
         at = f"layers.{layer}"
-        yield Weight(f"{at}.input_layernorm.weight", (hidden,), "plain")
+        yield CheckpointWeight(f"{at}.input_layernorm.weight", (hidden,), "plain")
         attention = f"{at}.self_attn"
-        yield Weight(f"{attention}.q_a_proj.weight", (config.q_lora_rank, hidden), "linear")
-        yield Weight(f"{attention}.q_a_layernorm.weight", (config.q_lora_rank,), "plain")
-        yield Weight(f"{attention}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank), "linear")
-        yield Weight(f"{attention}.kv_a_proj_with_mqa.weight", (config.kv_width, hidden), "linear")
-        yield Weight(f"{attention}.kv_a_layernorm.weight", (config.kv_lora_rank,), "plain")
+        yield CheckpointWeight(f"{attention}.q_a_proj.weight", (config.q_lora_rank, hidden), "linear")
+        yield CheckpointWeight(f"{attention}.q_a_layernorm.weight", (config.q_lora_rank,), "plain")
+        yield CheckpointWeight(
+            f"{attention}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank), "linear"
+        )
+        yield CheckpointWeight(f"{attention}.kv_a_proj_with_mqa.weight", (config.kv_width, hidden), "linear")
+        yield CheckpointWeight(f"{attention}.kv_a_layernorm.weight", (config.kv_lora_rank,), "plain")
         key_and_value = heads * (config.qk_nope_head_dim + config.v_head_dim)
-        yield Weight(f"{attention}.kv_b_proj.weight", (key_and_value, config.kv_lora_rank), "linear")
-        yield Weight(f"{attention}.o_proj.weight", (hidden, heads * config.v_head_dim), "linear")
-        yield Weight(f"{at}.post_attention_layernorm.weight", (hidden,), "plain")
+        yield CheckpointWeight(f"{attention}.kv_b_proj.weight", (key_and_value, config.kv_lora_rank), "linear")
+        yield CheckpointWeight(f"{attention}.o_proj.weight", (hidden, heads * config.v_head_dim), "linear")
+        yield CheckpointWeight(f"{at}.post_attention_layernorm.weight", (hidden,), "plain")
         if not config.is_moe(layer):
             yield from _mlp(f"{at}.mlp", hidden, config.intermediate_size, "linear")
             continue
-        yield Weight(f"{at}.mlp.gate.weight", (config.n_routed_experts, hidden), "plain")
-        yield Weight(f"{at}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "plain")
+        yield CheckpointWeight(f"{at}.mlp.gate.weight", (config.n_routed_experts, hidden), "plain")
+        yield CheckpointWeight(f"{at}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "plain")
         yield from _mlp(f"{at}.mlp.shared_experts", hidden, config.shared_intermediate_size, "linear")
         for expert in range(config.n_routed_experts):
             yield from _mlp(f"{at}.mlp.experts.{expert}", hidden, config.moe_intermediate_size, "expert")
-    yield Weight("norm.weight", (hidden,), "plain")
+    yield CheckpointWeight("norm.weight", (hidden,), "plain")
     if not config.tie_word_embeddings:
-        yield Weight("lm_head.weight", (config.vocab_size, hidden), "plain")
+        yield CheckpointWeight("lm_head.weight", (config.vocab_size, hidden), "plain")
 
 
-def layer_weights(config: K2Config, layer: int) -> Iterator[Weight]:
+def layer_weights(config: K2Config, layer: int) -> Iterator[CheckpointWeight]:
     """The tensors of one layer, in the order of `weights`."""
     return (weight for weight in weights(config) if weight.name.startswith(f"layers.{layer}."))
 
 
-def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) -> Iterator[Weight]:
-    yield Weight(f"{at}.gate_proj.weight", (width, hidden), kind)
-    yield Weight(f"{at}.up_proj.weight", (width, hidden), kind)
-    yield Weight(f"{at}.down_proj.weight", (hidden, width), kind)
+def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) -> Iterator[CheckpointWeight]:
+    yield CheckpointWeight(f"{at}.gate_proj.weight", (width, hidden), kind)
+    yield CheckpointWeight(f"{at}.up_proj.weight", (width, hidden), kind)
+    yield CheckpointWeight(f"{at}.down_proj.weight", (hidden, width), kind)
 
 
 class Checkpoint:
@@ -156,7 +158,7 @@ class Checkpoint:
             if self._ahead is ahead:  # ranks that are threads, as in tests, may read one checkpoint at the same time
                 self._ahead = None
 
-    def parts(self, weight: Weight) -> list["Stored"]:
+    def parts(self, weight: CheckpointWeight) -> list["Stored"]:
         """The stored tensors of a weight that the model needs; codes first if it is quantised.
 
         A file may also contain `...weight_shape` and `...input_scale`, which are not used.
@@ -476,7 +478,7 @@ class _Demand(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, Stored]) -> Iterator[_Demand]:
+def _demands(weight: CheckpointWeight, quantization: Quantization, tensors: Mapping[str, Stored]) -> Iterator[_Demand]:
     """The stored tensors of a weight. Whether a linear is FP8 or NVFP4 depends on the tensors in the file."""
     name, shape, kind = weight
     match quantization:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from redline.model.k2.checkpoint import NVFP4_NAMES, Weight, weights
+from redline.model.k2.checkpoint import NVFP4_NAMES, CheckpointWeight, weights
 from redline.model.k2.config import (
     Fp8Blocks,
     Int4Experts,
@@ -312,7 +312,7 @@ def sparse_checkpoint(folder: Path | str, config: K2Config, layers: Collection[i
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     generator, last = torch.Generator().manual_seed(seed), config.num_hidden_layers - 1
-    by_layer: dict[int, list[Weight]] = {}
+    by_layer: dict[int, list[CheckpointWeight]] = {}
     for weight in weights(config):
         parts = weight.name.split(".")
         layer = int(parts[1]) if parts[0] == "layers" else 0 if parts[0] == "embed_tokens" else last
@@ -345,7 +345,7 @@ def sparse_checkpoint(folder: Path | str, config: K2Config, layers: Collection[i
     _write_json(folder / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _int4_entries(weight: Weight) -> list[tuple[str, str, tuple[int, ...]]]:
+def _int4_entries(weight: CheckpointWeight) -> list[tuple[str, str, tuple[int, ...]]]:
     """(stored name, dtype, shape) of the tensors that `_stored_form` makes of an INT4 weight."""
     name = stored_name(weight.name)
     if weight.kind != "expert":
@@ -381,7 +381,7 @@ def _predicting_layer(config: K2Config, generator: torch.Generator) -> Iterator[
         yield f"{at}.{name}.weight", torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
-def _random(weight: Weight, generator: torch.Generator) -> Tensor:
+def _random(weight: CheckpointWeight, generator: torch.Generator) -> Tensor:
     """Float32. Scaled so that activations neither vanish nor grow; norms are near 1, not 1, so an omitted one shows."""
     values = torch.randn(weight.shape, generator=generator)
     if weight.name.endswith("norm.weight"):
@@ -391,7 +391,9 @@ def _random(weight: Weight, generator: torch.Generator) -> Tensor:
     return values if weight.name == "embed_tokens.weight" else values * weight.shape[-1] ** -0.5
 
 
-def _stored_form(name: str, values: Tensor, weight: Weight, quantization: Quantization) -> list[tuple[str, Tensor]]:
+def _stored_form(
+    name: str, values: Tensor, weight: CheckpointWeight, quantization: Quantization
+) -> list[tuple[str, Tensor]]:
     match quantization:
         case Int4Experts() if weight.kind == "expert":
             return int4_tensors(name, quantize_int4(values))

@@ -20,7 +20,6 @@ from redline.kernels.by_chip import best
 from redline.kernels.hopper.step.adjust import LogitAdjustments, adjust, count_tokens
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
     ALTERED,
     BEFORE,
@@ -38,6 +37,7 @@ from redline.kernels.hopper.step.step_rows import (
     step_rows,
 )
 from redline.kernels.hopper.step.suffix_match import suffix_match
+from redline.kernels.hopper.step.verify_drafts import shares_of, verify_drafts
 from redline.kernels.inputs import Inputs
 from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3
@@ -68,7 +68,7 @@ class SharedState:
     wishes    logit adjustments of each slot
     masks     int32 [positions of a step, at most, ceil(V / 32)]: allowed tokens, for rows that are MASKED
     scores    float64 [positions of a step, at most, TOP_LOGPROBS.stop]: log probabilities, if requested
-    shares    int64 [MOST_DRAFTS]: synthetic acceptance rates, as `settle_rows` reads them
+    shares    int64 [MOST_DRAFTS]: synthetic acceptance rates, as `verify_drafts` reads them
 
     The last slot and the last page are spare: writes to be discarded go there.
     """
@@ -197,7 +197,7 @@ class DecodeStep:
         if adjusted:
             altered_T = self._plan_BC[:, ALTERED].repeat_interleave(self.shape.positions) > 0
             token_T = token_T.masked_fill(given_T & altered_T & ~finite_T, NO_CHOICE)
-        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
+        verify_drafts(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
         if adjusted:
             count_tokens(self._plan_BC, shared.results, shared.wishes.counts)
         if shared.suffix:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from redline.bench.serving import accept
-from redline.bench.serving.accept import DomainAcceptance, part, settled, together
+from redline.bench.serving.accept import ServerAcceptance, part, settled, together
 from redline.bench.serving.ready import DraftCounters
 from redline.bench.serving.records import LoadRequest
 from redline.bench.serving.saved import BenchResult
@@ -15,7 +15,7 @@ BEFORE = DraftCounters(drafts=100, tokens=300, accepted=150, accepted_at=(80, 50
 AFTER = DraftCounters(drafts=300, tokens=900, accepted=550, accepted_at=(240, 180, 130))
 
 
-def counted(domain: str = "code") -> DomainAcceptance:
+def counted(domain: str = "code") -> ServerAcceptance:
     """200 rounds of 3 draft tokens: 160, 130, 110 were accepted at positions 1 to 3; so 600 tokens in rounds."""
     return part("s", 0.0, domain, [steady(1.0, 0.01, 602)], AFTER.since(BEFORE))
 
@@ -98,7 +98,7 @@ def test_a_server_that_counts_and_does_not_draft():
 
 
 def test_domains_together_count_each_round_once():
-    other = DomainAcceptance(server="s", temperature=0.0, domain="chat", source="metrics", answers=1, failed=1,
+    other = ServerAcceptance(server="s", temperature=0.0, domain="chat", source="metrics", answers=1, failed=1,
                  tokens=110, drafts=100, draft_tokens=300, accepted=10, per_place=(10,))  # fmt: skip
     whole = together([counted(), other])
     assert whole.length() == pytest.approx(1 + 410 / 300)

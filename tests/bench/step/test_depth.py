@@ -16,9 +16,9 @@ from redline.bench.step.depth_fit import DepthMemory, check
 from redline.bench.step.depth_record import PEER_MS, DepthRecord, append, read, record_of
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
-from redline.ops.op import Cost, Machine
+from redline.ops.op import Cost, PeakRates
 
-H200 = Machine("NVIDIA H200", 4.3e12, 700e12)
+H200 = PeakRates("NVIDIA H200", 4.3e12, 700e12)
 
 
 def depth(config: Any = KIMI_K26, **changes: Any) -> DepthCase:

@@ -28,7 +28,7 @@ from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.shard import body_left_out
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.policy.synthetic import GOLDEN, rates_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
@@ -48,7 +48,7 @@ def took(**wanted: Any) -> StepTime:
     case = PredictedRanks(KIMI_K26, Several(wanted["ranks"], CHIPS["H200"])).depth(
         row["rows"], 1, row["context"], row["kv_dtype"]
     )
-    machine = Machine(row["gpu"], row["bytes_per_s"], row["flops_per_s"])
+    machine = PeakRates(row["gpu"], row["bytes_per_s"], row["flops_per_s"])
     read = case.cost(row["expert_bytes"] / case.expert_bytes, divided=False).seconds(machine)
     return StepTime(row["ms"], 1e3 * read)
 
@@ -99,7 +99,7 @@ def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
         rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
     )
     experts = row["expert_bytes"] / case.depth.expert_bytes
-    verify, draft = floors(case, experts, Machine("measured", row["bytes_per_s"], row["flops_per_s"]))
+    verify, draft = floors(case, experts, PeakRates("measured", row["bytes_per_s"], row["flops_per_s"]))
     assert verify + draft == pytest.approx(row["floor_ms"], rel=1e-6)
     assert ROUNDS[drafts] == pytest.approx(RoundExcess(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
 

@@ -29,7 +29,7 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
 from redline.model.k2.random_weights import ForcedK2, forced_k2, random_k2
 from redline.model.k2.shapes import KIMI_K26
-from redline.ops.op import Machine
+from redline.ops.op import PeakRates
 from redline.policy.synthetic import rates_of
 from redline.run.graphs.graph_recorder import Recorder
 from tests.bench.step.test_depth import H200, depth
@@ -96,7 +96,7 @@ def test_a_drafters_weights_are_its_matrices():
 
 
 def test_the_floor_of_a_round_is_that_of_its_parts():
-    slow = Machine("slow", 1e9, 1e15)
+    slow = PeakRates("slow", 1e9, 1e15)
     case = kimi(3, context=1024)
     verify, draft = floors(case, 480.0, slow)
     assert verify == pytest.approx(case.depth.cost(480.0).bytes / 1e6)

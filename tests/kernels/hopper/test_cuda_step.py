@@ -15,7 +15,6 @@ from redline.kernels.cpu import native
 from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
     BY_SUFFIX,
@@ -36,6 +35,7 @@ from redline.kernels.hopper.step.step_rows import (
     step_rows,
 )
 from redline.kernels.hopper.step.suffix_match import suffix_match
+from redline.kernels.hopper.step.verify_drafts import shares_of, verify_drafts
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.op import Case
@@ -121,7 +121,7 @@ def test_the_counters_are_as_they_were_when_a_launch_has_ended():
 # --------------------------------------------------------------------------------------------------------- the step
 
 
-STEP = step_rows, adjust, settle_rows, suffix_match, read_rows, keep_drafts
+STEP = step_rows, adjust, verify_drafts, suffix_match, read_rows, keep_drafts
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave(rates: tu
         tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
         finite = torch.rand(32, generator=g) < 0.9
         given = tokens, finite, mine.ids_T, plan
-        emulated(settle_rows, *given, slots, results, shares)
-        settle_rows.op.reference(settle_rows.op.args(*given, their_slots, their_results, shares))
+        emulated(verify_drafts, *given, slots, results, shares)
+        verify_drafts.op.reference(verify_drafts.op.args(*given, their_slots, their_results, shares))
         same((slots, results), (their_slots, their_results))
 
 

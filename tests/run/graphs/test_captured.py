@@ -582,7 +582,7 @@ def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypa
     before = fallbacks.copy()
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 5
-    assert all(fallbacks[name] == before[name] for name in ("step_rows", "adjust", "best", "settle_rows"))
+    assert all(fallbacks[name] == before[name] for name in ("step_rows", "adjust", "best", "verify_drafts"))
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
 

@@ -1,9 +1,9 @@
-// Which drafts of each row hold, and the tokens that come of it (settle_rows.py): a thread to a row.
+// Which drafts of each row hold, and the tokens that come of it (verify_drafts.py): a thread to a row.
 //
 // Macros: as in step_rows.cu, MOST_POSITIONS of a row, FACT_SEED of a slot, and VERDICT, a stream of random numbers.
 #include "core.cuh"
 
-struct SettleRowsLaunch {
+struct VerifyDraftsLaunch {
     const i64* chosen;  // [T]
     const u8* finite;   // [T]
     const i64* ids;     // [T]: what ran there
@@ -30,7 +30,7 @@ FN i64 drawn(i64 seed, i64 position) {
     return (i64)(mix(of_stream ^ mix((u64)position)) >> 11);
 }
 
-KERNEL(settle_rows, SettleRowsLaunch) {
+KERNEL(verify_drafts, VerifyDraftsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u32 row = block_index() * THREADS + thread_index();

@@ -16,9 +16,9 @@ from redline.messages.job import PAGE_TOKENS, Job, JobId
 from redline.scheduler.active import Computed
 from redline.scheduler.planner import Planner
 from redline.transport.ledger import KvChunk
-from redline.worker.kv_connections import KvConnections
-from redline.worker.kv_prompts import KvPath, OutgoingPrompt
-from redline.worker.kv_sender import KvSender
+from redline.worker.kv_transfer.connections import KvConnections
+from redline.worker.kv_transfer.prompts import KvPath, OutgoingPrompt
+from redline.worker.kv_transfer.sender import KvSender
 
 WANT_S = 30.0  # timeout, in seconds from the end of a prefill, for the decode worker to request the prompt's pages
 ROOM_S = 2.0  # the same timeout while other jobs wait for pages

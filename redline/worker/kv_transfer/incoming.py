@@ -17,8 +17,8 @@ from redline.messages.handoff import ChunkAck, ChunkReady, PrefillDone, PrefillS
 from redline.messages.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.scheduler.planner import Planner
 from redline.transport.base import Peer, TransferFailed
-from redline.worker.kv_connections import KvConnections
-from redline.worker.kv_prompts import IncomingPrompt, KvPath
+from redline.worker.kv_transfer.connections import KvConnections
+from redline.worker.kv_transfer.prompts import IncomingPrompt, KvPath
 
 SILENCE_S = 10.0  # heartbeat timeout of the prefill worker, in seconds: then the prompt is computed here
 LEAST = PAGE_TOKENS  # positions; up to this many the decode worker computes itself: a transfer is no faster

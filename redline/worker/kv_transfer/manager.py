@@ -7,7 +7,7 @@ and a chunk that is read after its lease fails its checksum. On any failure (a w
 stalls, a corrupt byte) the decode worker computes the prompt itself: a KV transfer can be lost, an answer cannot.
 
 All of this runs in the loop's thread between two steps. The prefill worker offers chunks as far as there is room in its
-area; the decode worker receives chunks for at most a share of the steps' time (`kv_receiver.py`). A job that waits for
+area; the decode worker receives chunks for at most a share of the steps' time (`receiver.py`). A job that waits for
 its pages occupies only those pages and delays no other job.
 """
 
@@ -34,10 +34,10 @@ from redline.messages.handoff import (
 from redline.messages.job import Job, JobId
 from redline.messages.news import Load
 from redline.scheduler.planner import Planner
-from redline.worker.kv_connections import KvConnections
-from redline.worker.kv_incoming import IncomingTransfers
-from redline.worker.kv_outgoing import ROOM_S, OutgoingTransfers
-from redline.worker.kv_prompts import KvPaths
+from redline.worker.kv_transfer.connections import KvConnections
+from redline.worker.kv_transfer.incoming import IncomingTransfers
+from redline.worker.kv_transfer.outgoing import ROOM_S, OutgoingTransfers
+from redline.worker.kv_transfer.prompts import KvPaths
 from redline.worker.service import Service
 from redline.worker.transfer_paths import told_of
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from redline.messages.channel import Outbox, SocketOutbox
 from redline.messages.job import PagesFrom
 from redline.transport.base import Peer
-from redline.worker.kv_prompts import KvPath
+from redline.worker.kv_transfer.prompts import KvPath
 from redline.worker.transfer_paths import connect
 
 

@@ -42,7 +42,7 @@ from redline.ops.draws import VERDICT, uniforms_of
 from redline.ops.op import Case, Cost, Op
 
 
-class SettleRowsArgs(NamedTuple):
+class VerifyDraftsArgs(NamedTuple):
     """Compares each row's drafts with the samples, and appends the accepted tokens."""
 
     token_T: Tensor  # int64 [T]: the sample at each position, in order
@@ -68,7 +68,7 @@ def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
     return *(math.ceil(rate * 2**53) for rate in rates[:MOST_DRAFTS]), *(0,) * (MOST_DRAFTS - len(rates))
 
 
-def reference(args: SettleRowsArgs) -> None:
+def reference(args: VerifyDraftsArgs) -> None:
     """No data-dependent shapes, so a CUDA graph can capture it."""
     plan_BC, slots, results = args.plan_BC, args.slots, args.results
     rows = plan_BC.shape[0]
@@ -98,16 +98,16 @@ def reference(args: SettleRowsArgs) -> None:
     results[:, TOKENS : TOKENS + positions] = token_BK
 
 
-_Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")
+_Launch = launch_record("step/verify_drafts.cu", "VerifyDraftsLaunch")
 
 
 @functools.cache
 def _kernel() -> CudaKernel:
     defines = {**DEFINES, "FACT_SEED": SEED, "VERDICT": VERDICT}
-    return CudaKernel("step/settle_rows.cu", "settle_rows", _Launch, defines, shared=0, threads=MOST_ROWS)
+    return CudaKernel("step/verify_drafts.cu", "verify_drafts", _Launch, defines, shared=0, threads=MOST_ROWS)
 
 
-def cuda(args: SettleRowsArgs) -> None:
+def cuda(args: VerifyDraftsArgs) -> None:
     """The reference's result; one thread per row."""
     slots = args.slots
     count = args.plan_BC.shape[0]
@@ -130,7 +130,7 @@ def cuda(args: SettleRowsArgs) -> None:
     _kernel().launch(given, -(-count // MOST_ROWS))
 
 
-def cost(args: SettleRowsArgs) -> Cost:
+def cost(args: VerifyDraftsArgs) -> Cost:
     """The positions' tokens read and written twice, their flags, the plan, and four numbers per row."""
     return Cost(3 * args.token_T.nbytes + args.finite_T.nbytes + args.plan_BC.nbytes + 32 * args.plan_BC.shape[0])
 
@@ -139,7 +139,7 @@ def cases() -> Iterator[Case]:
     """Up to 256 rows, up to 16 positions of a row, accepted and rejected drafts, padding rows, synthetic acceptance."""
 
     def make(rows: int, real: int, positions: int, rates: Sequence[float] = ()):
-        def inputs(g: torch.Generator) -> SettleRowsArgs:
+        def inputs(g: torch.Generator) -> VerifyDraftsArgs:
             slots = random_slots(g, real + 3, 4)
             plan = random_plan(g, slots, rows, real, positions)
             results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
@@ -152,7 +152,7 @@ def cases() -> Iterator[Case]:
             token = torch.cat([ids[:, 1:] + wrong.long(), torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
             finite = torch.rand(rows * positions, generator=g) < 0.95
             shares = torch.tensor(shares_of(rates))
-            return SettleRowsArgs(token, finite, ids.flatten(), plan, slots, results, shares)
+            return VerifyDraftsArgs(token, finite, ids.flatten(), plan, slots, results, shares)
 
         return inputs
 
@@ -165,6 +165,6 @@ def cases() -> Iterator[Case]:
     yield Case("B=64 K=8, drawn verdicts", make(64, 40, 8, rates=(1.0, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2)))
 
 
-settle_rows = Kernel(
-    Op("settle_rows", SettleRowsArgs, reference, cost, cases, writes=("slots", "results")), cuda, "hopper"
+verify_drafts = Kernel(
+    Op("verify_drafts", VerifyDraftsArgs, reference, cost, cases, writes=("slots", "results")), cuda, "hopper"
 )
