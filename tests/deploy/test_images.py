@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,28 @@ def test_an_image_is_sent_again_to_a_worker_that_was_restarted(server: Server):
         tokens += [token for choice in chunk.choices for token in (choice.model_extra or {}).get("token_ids") or []]
     assert tokens == expected
     assert "the worker has ended with code -9; it is restarted" in server.said
+
+
+def answered(server: Server) -> list[int]:
+    asked: dict[str, Any] = {
+        "max_tokens": 100, "extra_body": {"return_token_ids": True, "ignore_eos": True, **PLAIN["extra_body"]}
+    }  # fmt: skip
+    return chat(server, said(QUESTION), part(picture("navy")), **asked).choices[0].model_extra["token_ids"]
+
+
+@pytest.mark.parametrize("how", ["pools", "ranks"])
+def test_where_an_image_is_read_does_not_matter(how: str, server: Server, tmp_path: Path):
+    """Law 5: the prompt is computed by another worker. Law 6: by two ranks, which each encode the image."""
+    folder = tmp_path / "tiny"
+    random_checkpoint(folder, TEXT, vision=VISION, media_token=PAD)
+    write_tiny_tokenizer(folder)
+    shape = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n' if how == "pools" else ""
+    ranks = "ranks = 2\n" if how == "ranks" else ""
+    (tmp_path / "one.toml").write_text(
+        f'weights = "tiny"\nport = 0\n[engine]\ndevice = "cpu"\nkv_memory = "20MB"\n{ranks}{shape}'
+    )
+    other = Server(tmp_path / "one.toml")
+    try:
+        assert answered(other.until_ready()) == answered(server)
+    finally:
+        other.close()

@@ -29,7 +29,10 @@ from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 PAD = 256 + 30 + 21  # <|media_pad|> of the tiny tokenizer
-TEXT = kernel_config(vocab_size=TINY_VOCAB, rms_norm_eps=1e-5, max_position_embeddings=4096)
+TEXT = kernel_config(
+    vocab_size=TINY_VOCAB, rms_norm_eps=1e-5, max_position_embeddings=4096,
+    moe_intermediate_size=64, intermediate_size=128,
+)  # fmt: skip
 VISION = VisionConfig(
     patch=14, rows=8, columns=8, frames=4, hidden=32, layers=3, heads=2, intermediate=48,
     text_hidden=TEXT.hidden_size, projector_eps=1e-5, token=PAD,
