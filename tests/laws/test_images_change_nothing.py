@@ -30,7 +30,7 @@ from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 PAD = 256 + 30 + 21  # <|media_pad|> of the tiny tokenizer
 TEXT = kernel_config(
-    vocab_size=TINY_VOCAB, rms_norm_eps=1e-5, max_position_embeddings=4096,
+    vocab_size=TINY_VOCAB + 2, rms_norm_eps=1e-5, max_position_embeddings=4096,
     moe_intermediate_size=64, intermediate_size=128,
 )  # fmt: skip
 VISION = VisionConfig(
