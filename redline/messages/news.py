@@ -150,6 +150,9 @@ class Load(WireMessage, frozen=True):
     kv_chunks: int = 0  # of KV transfers: lent to other workers, or on their way to this one
     timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with and without prompts
     tiers: tuple[TierLoad, ...] = ()  # KV offload tiers; empty: there are none
+    images_encoded: int = 0
+    images_reused: int = 0  # times that a job found an image encoded
+    encode_s: float = 0.0  # time of the vision encoder, as far as it is known
     step_times: tuple[StepTimes, ...] = ()  # of the kinds that occurred; empty: the machine was not measured
 
 

@@ -44,6 +44,7 @@ class FeatureCache:
         self._rate: float | None = None  # operations per second; None: not measured yet
         self.encoded = 0  # images, for the metrics
         self.reused = 0
+        self.encode_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -149,6 +150,7 @@ class FeatureCache:
                 self.encoded += image.settled == self._blocks
             span = image.span
             done += encode.count * self._operations(span.frames, span.rows, span.columns) / self._blocks
+        self.encode_s += result.encode_s or 0.0
         if result.encode_s and done:
             rate = done / result.encode_s
             self._rate = rate if self._rate is None else (1 - _LEARN) * self._rate + _LEARN * rate

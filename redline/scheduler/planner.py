@@ -220,6 +220,7 @@ class Planner:
     def load(self) -> Load:
         """Counters and gauges. Used, cached (held only by the prefix cache) and free pages add up to the total."""
         counters, table, pool, speculation = self._counters, self._table, self._pages.pool, self._speculation
+        features = table.features
         return Load(
             running=len(table.running),
             waiting=len(table.waiting) + len(table.compiling),
@@ -245,6 +246,9 @@ class Planner:
             step_positions=counters.step_positions,
             bounded=self._beside.bounded,
             timed=self._timed.newest,
+            images_encoded=0 if features is None else features.encoded,
+            images_reused=0 if features is None else features.reused,
+            encode_s=0.0 if features is None else features.encode_s,
             step_times=self._timed.sums,
         )
 

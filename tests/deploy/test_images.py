@@ -4,10 +4,12 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from anthropic import Anthropic
@@ -15,9 +17,10 @@ from openai import BadRequestError
 from PIL import Image
 
 from redline.model.k2.write import random_checkpoint
-from tests.deploy.test_serve import Server
+from tests.deploy.test_serve import Server, wait_for
 from tests.laws.test_images_change_nothing import PAD, TEXT, VISION
 from tests.tiny_tokenizer import write_tiny_tokenizer
+from tests.waiting import LIMIT_S
 
 QUESTION = "what is in it? "
 PLAIN = {"temperature": 0, "extra_body": {"logit_bias": {str(ord("a")): 100}}}  # a random model also writes marks
@@ -200,6 +203,18 @@ def answered(server: Server) -> list[int]:
         "max_tokens": 100, "extra_body": {"return_token_ids": True, "ignore_eos": True, **PLAIN["extra_body"]}
     }  # fmt: skip
     return chat(server, said(QUESTION), part(picture("navy")), **asked).choices[0].model_extra["token_ids"]
+
+
+def test_metrics_count_encoded_images(server: Server):
+    chat(server, said(QUESTION), part(picture("olive", (300, 200))))
+
+    def counted(name: str) -> bool:  # a worker reports its load a moment after its answer
+        text = urlopen(f"{server.url}/metrics", timeout=LIMIT_S).read().decode()
+        found = re.search(rf"^redline:{name}_total\S* (\S+)$", text, re.MULTILINE)
+        return found is not None and float(found[1]) > 0
+
+    for name in ("images_encoded", "image_encode_seconds"):
+        wait_for(lambda name=name: counted(name), server)
 
 
 @pytest.mark.parametrize("how", ["pools", "ranks"])

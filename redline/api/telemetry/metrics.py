@@ -89,6 +89,9 @@ COUNTERS = (
     ("redline:role_changes", "Number of role switches of a worker", "role"),
     ("redline:sla_requests", "Ended requests of a class, by the SLO targets met", "sla", "ttft", "itl"),
     ("redline:jobs_moved", "Jobs requeued to another worker"),
+    ("redline:images_encoded", "Images that the vision encoder has encoded"),
+    ("redline:images_reused", "Images of jobs that were encoded already"),
+    ("redline:image_encode_seconds", "Time of the vision encoder"),
 )
 GAUGES = (
     (
@@ -116,6 +119,9 @@ LOAD_COUNTERS = {
     "vllm:spec_decode_num_drafts": "drafts",
     "vllm:spec_decode_num_draft_tokens": "draft_tokens",
     "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+    "redline:images_encoded": "images_encoded",
+    "redline:images_reused": "images_reused",
+    "redline:image_encode_seconds": "encode_s",
 }
 
 
