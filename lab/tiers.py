@@ -134,7 +134,7 @@ class Talks:
         del self._spans[:-LEFT]
         sampling = Sampling(max_tokens=ANSWER, min_tokens=ANSWER, temperature=0.0)
         job = make_job(JobId(str(self._asked)), tuple(prompt), sampling, self._engine.fingerprint)
-        believed, before = copy.deepcopy(self._tiers.prefills), self._tiers.load()
+        believed, before = copy.deepcopy(self._tiers.prefills), self._tiers.figures()
         step_tokens, came = self._engine.engine.step_tokens, list[float]()
 
         def seen(delta: Delta) -> None:
@@ -145,7 +145,7 @@ class Talks:
         deltas = self._engine.generate([job], seen)[job.id]
         if not came:
             raise RedlineError(f"an answer has no token: {deltas[-1].error}")
-        read = [_since(then, now) for then, now in zip(before, self._tiers.load(), strict=True) if now.most_bytes]
+        read = [_since(then, now) for then, now in zip(before, self._tiers.figures(), strict=True) if now.most_bytes]
         hit, read_s, predicted_s = (sum(each) for each in zip(*read, strict=True))
         cached = deltas[-1].cached_tokens
         rest_s = believed.predict(cached, len(prompt), step_tokens)

@@ -93,9 +93,9 @@ def ask(folder: Path, *requests: dict[str, Any]) -> list[Any]:
 
     async def asked(engine: EngineCore, to_worker: Any, from_worker: Any) -> list[Any]:
         gateway = Gateway(Tokenizer.open(folder), style_of(folder, spec_of(folder).chat), Metrics("tiny"))
-        worker = gateway.join("worker", to_worker)
-        gateway.deliver(worker, engine.ready)
-        following = asyncio.create_task(gateway.follow(worker, from_worker))
+        worker = gateway.monitor.join("worker", to_worker)
+        gateway.monitor.receive(worker, [engine.ready])
+        following = asyncio.create_task(gateway.monitor.follow(worker, from_worker))
         app = create_app(gateway, ApiConfig(served_model_names=("tiny",)))
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
         found: list[Any] = []

@@ -2,7 +2,7 @@
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -63,7 +63,8 @@ class _Source(Record, frozen=True):
 def _field(name: str, key: str, flag: Flag) -> tuple[str, Any, Any]:
     """A field of `DeploymentFlags`, of the key's type and meaning. The key's bounds are checked with the whole file."""
     hint = settings()[key].hint
-    kind = next((each for each in parts(hint) if each in (int, tuple)), str) if flag.metavar != "SIZE" else str
+    kinds = [get_origin(each) or each for each in parts(hint)]
+    kind = next((each for each in kinds if each in (int, tuple)), str) if flag.metavar != "SIZE" else str
     typed: Any = tuple[str, ...] if kind is tuple else kind | None
     return name, Annotated[typed, Meta(description=settings()[key].help), flag], () if kind is tuple else None
 

@@ -73,14 +73,15 @@ class _SynthFlags(Record, frozen=True):
 @verb(app, "synth", _SynthFlags)
 def synth(flags: _SynthFlags) -> int:
     """Generate a corpus: prompts answered by the target itself, with the serving engine."""
+    from redline.worker.config import SUFFIX, EngineConfig, drafts_of
+
+    if flags.draft is not None and flags.draft != SUFFIX:
+        check_drafter(Path(flags.draft))
     from redline.draft.corpus.synth import SynthConfig, run
     from redline.draft.stages import fill
-    from redline.worker.config import SUFFIX, EngineConfig, drafts_of
 
     values = _values(flags)
     batch, draft, device = values.pop("batch"), values.pop("draft"), values.pop("device")
-    if draft not in (None, SUFFIX):
-        check_drafter(Path(draft))
     speculation = None if draft is None else drafts_of(draft)
     step = batch if batch > 512 else None  # a step needs a token per answer; up to 512, use the device's default
     engine = EngineConfig(max_running=batch, step_tokens=step, device=device, speculation=speculation)

@@ -62,7 +62,7 @@ def open_front(
 ) -> Front:
     """The API of a deployment, which does not listen yet. connections: the connection limit of this process.
 
-    replica: the name of this API replica, if there are several. secret: as in `api.keys.read_keys`. scrape: returns
+    replica: the name of this API replica, if there are several. secret: as in `auth.keys.read_keys`. scrape: returns
     the text of /metrics; None: the gateway's own metrics. Raises ConfigError if the keys file cannot be read, or the
     environment enables spans that cannot be exported.
     """

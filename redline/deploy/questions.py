@@ -1,4 +1,4 @@
-"""Queries between the processes of a deployment, and their answers (`wire.replicas.Ask`, `ReplicaReply`)."""
+"""Queries between the processes of a deployment, and their answers (`messages.replicas`)."""
 
 import asyncio
 import itertools

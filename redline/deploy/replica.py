@@ -2,7 +2,7 @@
 
 Its standard input is a pipe from its supervisor, which writes one line and keeps the pipe open. When the supervisor
 dies for any reason, the pipe closes and the replica exits. The supervisor sends it the lists of workers and of other
-replicas (`wire.replicas`); jobs and their results are exchanged with the workers directly.
+replicas (`messages.replicas`); jobs and their results are exchanged with the workers directly.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Switches roles of workers to follow the traffic, and starts and stops workers: at most one change per evaluation.
 
-Every `every_s` seconds the recent requests and the measured step times are passed to `tune.roles.choose_roles`, which
+Every `every_s` seconds the recent requests and the measured step times are passed to `policy.roles.choose_roles`, which
 predicts the roles with the highest SLO attainment. If a split other than the present one may be better, the candidates
 are replayed on the recent requests (`trials.py`), and the replay decides. Against oscillation, CONFIRM evaluations in a
 row have to give the same direction, and `rest_s` has to have passed since the last change. Then the workers switch one

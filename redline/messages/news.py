@@ -66,10 +66,10 @@ class Ping(WireMessage, frozen=True):
 
 class Missed(WireMessage, frozen=True):
     """Number of messages from one writer that were lost at this point, because its connection was cut and made
-    again. Produced by the reader (`wire.channel`); a worker sends it on if messages to it were lost."""
+    again. Produced by the reader (`messages.channel`); a worker sends it on if messages to it were lost."""
 
     messages: int
-    writer: bytes = b""  # name of the writer, as in `wire.channel`
+    writer: bytes = b""  # name of the writer, as in `messages.channel`
 
 
 # Histogram of positions per step: upper bounds.
@@ -99,7 +99,7 @@ class StepTimes(Record, frozen=True):
     kind: StepKind
     steps: int = 0
     seconds: float = 0.0  # sum of the durations
-    floor_s: float = 0.0  # sum of the minimum times on this machine (`tune.floor`)
+    floor_s: float = 0.0  # sum of the minimum times on this machine (`policy.floor`)
 
 
 class TierLoad(Record, frozen=True):

@@ -4,7 +4,7 @@
     supervisor -> replica    Roster     all workers and replicas
     replica -> supervisor    Use        heartbeat and usage, four times a second; forwarded to the other replicas
     either -> the other      Ask, Told  a query of an operator or a scraper, and its reply
-    supervisor -> replica    Drain      accept no new requests; Stop (`wire.news`) ends the replica
+    supervisor -> replica    Drain      accept no new requests; Stop (`messages.news`) ends the replica
 
 Lists are sent whole whenever they change, so a replica that missed one, or has just started, needs only the newest.
 """
@@ -19,7 +19,7 @@ class Replica(Record, frozen=True):
     """One start of a replica, as a worker knows it."""
 
     name: str  # unique for each start; a job contains the name of the replica that sent it
-    writer: bytes  # the name under which it numbers its messages (`wire.channel`)
+    writer: bytes  # the name under which it numbers its messages (`messages.channel`)
     inbox: str  # the address at which it receives this worker's messages, and no other's
 
 

@@ -106,6 +106,8 @@ def spec_of(folder: Path | str) -> ModelSpec:
     path = Path(folder) / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected the model's config") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -21,7 +21,7 @@ NEWEST = 0.25  # the newest share of the window, in which a rise is detected bef
 
 
 class Look(NamedTuple):
-    """One estimate. at: its time in seconds. workers: enough workers, with room (`tune.roles.Choice.ample`)."""
+    """One estimate. at: its time in seconds. workers: enough workers, with room (`policy.roles.RoleChoice.ample`)."""
 
     at: float
     workers: int

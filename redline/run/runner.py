@@ -4,10 +4,10 @@ A step is one forward pass over all rows, then settling: verify each row's draft
 slot, and draft the tokens that the slot's next row will verify. The next step reads them from the slot.
 
 On a GPU a thread runs the steps without waiting between them: the scheduler plans the next step while the device
-computes one. Decode rows are captured in CUDA graphs and replayed (`captured.py`), a step's prompts are launched after
-them (`prompt_chunk.py`), and all other work runs eagerly, with the host waiting for it. On a CPU the kernels use every
-core, so a step runs in the thread that waits for it: a second thread would take cores and the GIL from it. That thread
-enters `torch.inference_mode` once for all steps, as the GPU's thread does.
+computes one. Decode rows are captured in CUDA graphs and replayed (`cuda_graph_runner.py`), a step's prompts are
+launched after them (`prompt_chunk.py`), and all other work runs eagerly, with the host waiting for it. On a CPU the
+kernels use every core, so a step runs in the thread that waits for it: a second thread would take cores and the GIL
+from it. That thread enters `torch.inference_mode` once for all steps, as the GPU's thread does.
 """
 
 import functools
@@ -78,7 +78,7 @@ class Runner:
     ) -> None:
         """slots    number of jobs that run at once
         drafts   draft tokens per row, at most
-        rates    synthetic acceptance rates (`tune.synthetic.rates_of`); empty: drafts are compared with the target's
+        rates    synthetic acceptance rates (`policy.synthetic.rates_of`); empty: drafts are compared with the target's
                  tokens
         captured whether decode steps are captured in CUDA graphs, and a thread runs all steps; None: on a GPU only
         tokens   makes the vocabulary that grammars are compiled with; None: jobs with a grammar fail

@@ -88,7 +88,7 @@ class Slot:
     pages: int = 0
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     proposal: Proposal = NOTHING
-    # tokens that the grammar forces where the next row begins (captured.py)
+    # tokens that the grammar forces where the next row begins (cuda_graph_runner.py)
     coming: list[int] = field(default_factory=list)
     suffix: SuffixIndex | None = None
     matcher: Matcher | None = None  # None: the job has no grammar
@@ -98,7 +98,7 @@ class Slot:
     features: bool = False  # some positions of the prompt are rows of the feature table
     unmasked: Sampling | None = None  # the sampling parameters without the grammar, if the job has one
     error: str | None = None  # why the job cannot continue: its rows must not run
-    told: bool = False  # the device has the slot's length and limit, and is ahead of this copy (captured.py)
+    told: bool = False  # the device has the slot's length and limit, and is ahead of this copy (cuda_graph_runner.py)
 
     @property
     def choosing(self) -> Sampling:

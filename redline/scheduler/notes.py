@@ -1,4 +1,4 @@
-"""Notes that explain a job's timing: preemptions, and steps with speculative decoding. Private to plan.
+"""Notes that explain a job's timing: preemptions, and steps with speculative decoding. Private to the scheduler.
 
 Most jobs have no notes, and cost nothing here.
 """

@@ -1,4 +1,4 @@
-"""Choice of the CUDA graph that a step replays. Private to plan, and to callers that launch steps without a planner.
+"""Choice of the CUDA graph that a step replays.
 
 Ranks that replayed different graphs for one step would deadlock in the all-reduce. So only a graph that all ranks have
 captured is chosen, and the step names it.

@@ -1,11 +1,11 @@
 """Discrete-event simulation of a fleet on a trace: requests arrive, are routed and computed, and meet their SLO targets
 or do not.
 
-Server code: `route.choose` (`predict`, `apart`) routes requests with the times that `route.pace` has learned,
-`tune.roles.choose_roles` chooses the roles of workers if they are not fixed, and `tune.count.choose_count` the number
-of workers. Before roles change, the recent requests are replayed with each candidate split (`tried`). Simulated:
-workers (`worker.py`), prefix caches (`caches.py`) and KV transfers (a time per token). In a pool of more than EVERYBODY
-workers, a request considers only the workers with the longest cached prefix, and a few random ones.
+Server code: `router.placement` (`predict`, `apart`) routes requests with the times that `router.latency_model` has
+learned, `policy.roles.choose_roles` chooses the roles of workers if they are not fixed, and `policy.count.choose_count`
+the number of workers. Before roles change, the recent requests are replayed with each candidate split (`tried`).
+Simulated: workers (`worker.py`), prefix caches (`caches.py`) and KV transfers (a time per token). In a pool of more
+than EVERYBODY workers, a request considers only the workers with the longest cached prefix, and a few random ones.
 """
 
 import heapq
@@ -49,7 +49,7 @@ local: the worker that decodes."""
 
 
 class AutoscaleLimits(NamedTuple):
-    """Autoscaling of the number of workers; the fields are those of `tune.count.Limits`."""
+    """Autoscaling of the number of workers; the fields are those of `policy.count.ScalingLimits`."""
 
     least: int
     most: int
@@ -482,7 +482,7 @@ def tried(
     """The share of requests that meet their SLO targets with each split of workers, when the requests of `traffic`
     arrive twice. The arrival times are the same for each split.
 
-    A larger fleet is simulated as TRIED_WORKERS workers, with proportionally less traffic. `tune.roles` predicts any
+    A larger fleet is simulated as TRIED_WORKERS workers, with proportionally less traffic. `policy.roles` predicts any
     split in a millisecond, by formulas that do not know how well the router separates prefill from decode; this takes
     about 50 ms.
 

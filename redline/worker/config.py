@@ -213,7 +213,7 @@ class WorkerConfig(Record, frozen=True):
     outbox: str  # the address to which it writes
     name: str = "worker"
     epoch: int = 1  # number of times that it has been started, including this time
-    role: Role = "both"  # initial role; `wire.news.TakeRole` changes it
+    role: Role = "both"  # initial role; `messages.news.TakeRole` changes it
     cores: tuple[int, ...] = ()  # CPU cores that it may run on; empty: all
     tells_cache: bool = False  # report changes of its prefix cache; needed if requests are routed among several workers
     events: EventsConfig | None = None  # None disables KV cache events

@@ -1,7 +1,7 @@
 """The roofline of a worker's steps: the model's work per step over bandwidth and throughput measured at the start.
 
 The measurement takes 0.1 s on two cores, once, while no step runs; a step's least time (floor) is then a sum of a dozen
-products (`tune.floor`). On a machine that is busy at that moment, the measured rates are too low and the floors too
+products (`policy.floor`). On a machine that is busy at that moment, the measured rates are too low and the floors too
 long.
 """
 

@@ -76,7 +76,7 @@ def _vocabulary(tokenizer: Tokenizer) -> tuple[Any, list[int]]:
 
 
 class Here:
-    """Tries grammars in this process, without limits: starting a process takes 0.1 s of CPU (`api.trials.Child`)."""
+    """Tries grammars in this process, without limits: a process (`trials.Child`) takes 0.1 s of CPU to start."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -35,7 +35,8 @@ from tests.waiting import LIMIT_S
 REDLINE = Path(sys.executable).with_name("redline")
 
 
-NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
+MODELS = Path(__file__).parents[2] / "models"
+NANO, DRAFTER = MODELS / "kimi-nano", MODELS / "kimi-nano-eagle3"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not check folders of models and drafters."""
-    for check in ("check_model", "check_drafter"):
-        monkeypatch.setattr(f"redline.cli.options.{check}", lambda *_, **__: None)
+def shipped_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has the shipped model as `t`, and its drafter as `d`."""
+    (tmp_path / "t").symlink_to(NANO)
+    (tmp_path / "d").symlink_to(DRAFTER)
+    monkeypatch.chdir(tmp_path)
 
 
 def typed(*words: str | Path) -> str:
@@ -410,7 +412,7 @@ def test_a_disk_that_fails_in_the_midst_is_one_line(tiny: Path, tmp_path: Path, 
     assert str(done.exception).startswith(f"{tmp_path / 'corpus.jsonl'}: cannot be read or written (Stale file handle)")
 
 
-@pytest.mark.usefixtures("any_folder")
+@pytest.mark.usefixtures("shipped_here")
 def test_a_share_that_is_none_is_refused():
     done = CliRunner().invoke(
         app, ["draft", "mine", "t", "--draft", "d", "--corpus", "c", "--out", "o", "--traffic", "code"]
@@ -435,7 +437,7 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
     assert json.loads(result.read_bytes())
 
 
-@pytest.mark.usefixtures("any_folder")
+@pytest.mark.usefixtures("shipped_here")
 @pytest.mark.parametrize(
     ("words", "verb", "expected"),
     [

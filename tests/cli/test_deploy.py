@@ -48,9 +48,11 @@ def test_any_key_can_be_set_and_flags_of_the_engine_are_its_keys():
         "--set",
         'cors_origins=["https://a.example"]',
     ]
+    words += ["--served-model-name", "k2", "--served-model-name", "kimi, or K2"]
     config = shown(
         str(SHIPPED / "kimi-nano"), *words, "--max-running", "3", "--admit-together", "2", "--step-tokens", "99"
     )
+    assert config["served_model_name"] == ["k2", "kimi, or K2"]
     assert config["requests"]["timeout_s"] == 60  # type: ignore[index]
     assert config["cors_origins"] == ["https://a.example"]
     engine = config["engine"]

@@ -27,7 +27,7 @@ from redline.model.k2.write import random_checkpoint
 from tests.deploy.test_serve import REDLINE, Server, group, listening, wait_for
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
-from tests.waiting import LIMIT_S, until
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -332,7 +332,9 @@ def test_a_folder_that_is_not_on_a_machine_is_logged_and_the_other_machine_serve
         for name in ("gpu-1", "gpu-2"):
             lost.join(name)
         lost.server.until_ready()
-        until(lambda: "ERROR two: gpu-2: /nowhere/tiny/config.json: missing; it is given up" in lost.server.said)
+        wait_for(
+            lambda: "ERROR two: gpu-2: /nowhere/tiny/config.json: missing; it is given up" in lost.server.said, lost
+        )
         assert urlopen(f"{lost.server.url}/health").status == 200
     finally:
         lost.close()

@@ -31,10 +31,10 @@ KEY = "sk-admin-0123456789abcdef"
 KNOWN_TIMES = """
 import sys
 from redline.__main__ import main
-from redline.router import worker_registry, pace
+from redline.router import latency_model, worker_registry
 from redline.policy.steps import StepModel
 worker_registry.MOVE_S = 60.0
-pace.Pace.model = StepModel(base=1.0, row=0.1, prompt=0.1)
+latency_model.LatencyModel.model = StepModel(base=1.0, row=0.1, prompt=0.1)
 sys.argv[0] = "redline"
 main()
 """  # a server with a router that assumes these step times in ms, and does not take a briefly stopped worker for silent

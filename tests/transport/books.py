@@ -44,7 +44,7 @@ class Book:
 
 
 class BookGpu:
-    """One of the GPUs, with the interface of `transport.peer.Chip`."""
+    """One of the GPUs, with the interface of `transport.peer.GpuDriver`."""
 
     device = None
 

@@ -108,14 +108,14 @@ def test_a_worker_whose_beats_come_a_little_late_is_never_taken_for_silent():
     links = WorkerRegistry(lambda: now)
     link = WorkerHandle("worker", MemoryChannel())
     links.join(link)
-    links.speaks(link, Ready(max_model_len=1, pages=1, fingerprint="", summary=""))
+    links.set_ready(link, Ready(max_model_len=1, pages=1, fingerprint="", summary=""))
     for millisecond in range(600_000):  # ten minutes, in which heartbeats and polls meet at every phase
         now = millisecond / 1000
         if now >= next_beat:
-            link.heard(Heartbeat(), now)
+            link.record_heartbeat(Heartbeat(), now)
             next_beat = now + BEAT_S + 0.003
         if now >= next_look:
-            told_gone += len(links.newly_gone())
+            told_gone += len(links.newly_down())
             most_silent = max(most_silent, links.silent_s(link))
             next_look = now + 0.251
     assert told_gone == 0

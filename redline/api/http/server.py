@@ -108,7 +108,7 @@ class HttpConnection(HttpToolsProtocol):
             self._expect_head()
 
     def give_way(self) -> None:
-        """Close for a new connection (`budget.Counted`)."""
+        """Close for a new connection (`budget.ClosableConnection`)."""
         self.silence()
         self.transport.abort()
 
@@ -117,17 +117,17 @@ class HttpConnection(HttpToolsProtocol):
         self._all.turns.read(self, data)
 
     def wait(self) -> None:
-        """Stop reading from the socket (`turns.Reader`)."""
+        """Stop reading from the socket (`turns.DataConsumer`)."""
         self.transport.pause_reading()
 
     def go_on(self) -> None:
         """Read from the socket again, unless the app has paused reading or the connection is closing
-        (`turns.Reader`)."""
+        (`turns.DataConsumer`)."""
         if not (self.flow.read_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def feed(self, data: bytes) -> None:
-        """Parse received data (`turns.Reader`); reject invalid HTTP (400), and too large heads or trailers (431)."""
+        """Parse received data (`turns.DataConsumer`); reject invalid HTTP (400), too large heads or trailers (431)."""
         if self.parser is None or self._refused or self.transport.is_closing():
             return
         if self._idle and not data.strip(b"\r\n"):  # empty lines before a request are ignored (RFC 9112, 2.2)
@@ -312,11 +312,11 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def lags(self) -> bool:
-        """Whether the client has not yet read earlier data (`pour.Direct`)."""
+        """Whether the client has not yet read earlier data (`stream_flusher.ImmediateWriter`)."""
         return self.flow.write_paused
 
     def write_part(self, body: bytes) -> bool:
-        """Write a part of a streamed body, chunked as uvicorn does it (`pour.Direct`)."""
+        """Write a part of a streamed body, chunked as uvicorn does it (`stream_flusher.ImmediateWriter`)."""
         if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
             return False
         self._write_part(body)

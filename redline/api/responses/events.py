@@ -167,7 +167,7 @@ def _said(id: str, text: str, status: ItemStatus) -> MessageItem:
 def _called(
     id: str, call: CallBegin | ToolCall, arguments: str, status: ItemStatus, namespaces: Namespaces
 ) -> FunctionCallItem:
-    """A function of a namespace is declared to the model under another name (`responses._Declared`)."""
+    """A function of a namespace is declared to the model under another name (`requests._Declared`)."""
     namespace, name = namespaces.get(call.name, (UNSET, call.name))
     return FunctionCallItem(id=id, call_id=call.id, name=name, namespace=namespace, arguments=arguments, status=status)
 

@@ -1,7 +1,7 @@
 """Metrics of the workers' step times, and of the minimum time that the hardware needs for the same steps.
 
-Workers report sums since their start (`wire.news.StepTimes`), which become counters here. Efficiency is floor divided
-by time.
+Workers report sums since their start (`messages.news.StepTimes`), which become counters here. Efficiency is floor
+divided by time.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge

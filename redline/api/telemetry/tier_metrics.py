@@ -1,6 +1,6 @@
 """Metrics of the workers' KV offload tiers: size, pages moved, and times measured and predicted.
 
-Workers report totals since their start (`wire.news.TierLoad`), which become counters here.
+Workers report totals since their start (`messages.news.TierLoad`), which become counters here.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge

@@ -29,7 +29,7 @@ from redline.ops.op import Cost
 
 
 class CpuStep:
-    """A `depth.Step` of the serving kernels on a CPU. routing: the experts that the model chose, written by each run.
+    """A `DepthStep` of the serving kernels on a CPU. routing: the experts that the model chose, written by each run.
 
     progress: called with (bytes of weights created, total bytes).
     """

@@ -43,7 +43,7 @@ ROTATIONS = 3  # CUDA graphs of a step; each maps its layers to other physical l
 
 
 class GpuStep:
-    """A `depth.Step` of the serving kernels on a GPU. routing int32 [layers, T, k]: read by each run.
+    """A `DepthStep` of the serving kernels on a GPU. routing int32 [layers, T, k]: read by each run.
 
     progress: called with (bytes of weights created, total bytes). The constructor captures the CUDA graphs.
     """

@@ -55,7 +55,7 @@ class RoundsConfig(Record, frozen=True):
     draft_shape: str
     k: tuple[int, ...] = (1, 2, 3, 4)  # draft tokens per round
     draft_head_bits: int = 16  # bits per weight of the drafter's head: 16 or 8
-    accept: str = GOLDEN_NAME  # mean tokens per round by k; or, for one k, a length or rates (`tune.synthetic`)
+    accept: str = GOLDEN_NAME  # mean tokens per round by k; or, for one k, a length or rates (`policy.synthetic`)
 
 
 def bench_rounds(config: RoundsConfig, console: Console) -> int:

@@ -100,7 +100,7 @@ def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
 def verify_synthetic(rates: Sequence[float], seed: int, position: int, drafts: int) -> int:
     """How many of `drafts` drafts are accepted with synthetic acceptance, drawn as in `verify_drafts`.
 
-    rates: shares of rounds in which the first 1, 2 ... drafts are all accepted (`tune.synthetic`). position: as in
+    rates: shares of rounds in which the first 1, 2 ... drafts are all accepted (`policy.synthetic`). position: as in
     `verify`.
     """
     draw = uniform_of(seed, VERDICT, position)

@@ -85,7 +85,7 @@ class SharedState:
     ) -> None:
         """drafter: prepared for the model. suffix: whether drafts may also come from suffix matches.
 
-        rates: synthetic acceptance rates (`tune.synthetic.rates_of`); empty: drafts are compared with the target's
+        rates: synthetic acceptance rates (`policy.synthetic.rates_of`); empty: drafts are compared with the target's
         tokens.
         """
         self.model = model

@@ -2,7 +2,7 @@
 # Triton is typed by what it compiles, not by annotations.
 """Quantises weights to NVFP4 on a GPU, and dequantises INT4; each weight is read once and kept in registers.
 
-`quant.nvfp4.Part` defines a block's scale and codes; the results are equal except for the order of sums.
+`quant.nvfp4.Nvfp4Workspace` defines a block's scale and codes; the results are equal except for the order of sums.
 """
 
 import math
