@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from redline.media.image import BadImage, read_image
-from redline.media.rules import ImageRules, Layout
+from redline.media.rules import ImageLayout, ImageRules
 
 MEMORY_BYTES = 3 << 30  # address space: a decoded image of 100 million pixels, twice, with transparency
 _LENGTH = struct.Struct(">I")
@@ -23,7 +23,7 @@ class Decoded(msgspec.Struct, array_like=True):
     """An image for the vision tower, or why it is none."""
 
     refused: str = ""
-    layout: Layout | None = None
+    layout: ImageLayout | None = None
     patches: bytes = b""  # uint8 [rows x columns, 3, patch, patch]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from redline.media.rules import ImageRules, Layout
+from redline.media.rules import ImageLayout, ImageRules
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MOST_RATIO = 200  # between the sides of an image, as in Kimi's and Qwen's preprocessing
@@ -26,7 +26,7 @@ class Pixels(NamedTuple):
     """An image, resized and padded."""
 
     patches: NDArray[np.uint8]  # [rows x columns, 3, patch, patch], row by row
-    layout: Layout
+    layout: ImageLayout
 
 
 def read_image(data: bytes, rules: ImageRules, most_pixels: int) -> Pixels:

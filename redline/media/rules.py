@@ -17,7 +17,7 @@ from redline.errors import CheckpointError
 Whole = Annotated[int, Meta(ge=1, le=1_000_000)]
 
 
-class Layout(NamedTuple):
+class ImageLayout(NamedTuple):
     """An image on its way to the tower: its size in pixels when resized, and its grid of patches when padded."""
 
     width: int
@@ -69,7 +69,7 @@ class ImageRules(msgspec.Struct, frozen=True):
             return None
         return cls.of(folder)
 
-    def layout(self, width: int, height: int) -> Layout:
+    def layout(self, width: int, height: int) -> ImageLayout:
         """The layout of an image of this size in pixels, after its orientation has been applied."""
         patch, side = self.patch_size, self.patch_limit_on_one_side * self.patch_size
         patches = max(1, width // patch) * max(1, height // patch)
@@ -78,4 +78,4 @@ class ImageRules(msgspec.Struct, frozen=True):
         unit = patch * self.merge_kernel_size
         across, down = -(-width // unit), -(-height // unit)
         merge = self.merge_kernel_size
-        return Layout(width, height, down * merge, across * merge, down * across)
+        return ImageLayout(width, height, down * merge, across * merge, down * across)
