@@ -80,7 +80,8 @@ class _Models(msgspec.Struct):
 
 @dataclass
 class Client:
-    """One conversation with a server. `messages` contains the conversation so far, without the thinking.
+    """One conversation with a server. `messages` contains the conversation so far, without the thinking; `pictures` the
+    images of the next question, as data URLs.
 
     url: with or without a scheme and /v1. key: None sends no key. model: None selects the first that the server lists.
     system: a system prompt, or None. Raises ConfigError for a temperature outside 0 to 2, and for an invalid URL, key
@@ -94,6 +95,7 @@ class Client:
     temperature: float
     system: str | None
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    pictures: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
         url = _base(self.url)
@@ -166,7 +168,12 @@ class Client:
 
         Raises ConfigError with the server's message if it refuses, and if the answer breaks off or is malformed.
         """
-        self.messages.append({"role": "user", "content": _encodable(text)})
+        content: str | list[dict[str, Any]] = _encodable(text)
+        if self.pictures:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+            content = [*parts, {"type": "text", "text": content}]
+            self.pictures = []
+        self.messages.append({"role": "user", "content": content})
         body = {
             "model": self.model,
             "messages": self.messages,

@@ -1,5 +1,7 @@
 """The slash commands of `redline chat`, which are executed by the client instead of sent to the model."""
 
+import base64
+import mimetypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from redline.errors import ConfigError
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")
 HELP = """/think on|off    answer with or without thinking first
 /system TEXT     set the system prompt; without TEXT: remove it
+/image FILE      send an image with the next question
 /new             start a new conversation
 /save FILE       write the conversation as JSON, in the format of `messages` in a request
 /help            show this list
@@ -22,7 +25,7 @@ Enter sends, Alt-Enter begins a new line, arrows bring back earlier questions; C
 def obey(text: str, client: Client, tell: Callable[[str], object]) -> bool:
     """Execute a command and report the result; returns False if the text is not a command, and so a question.
 
-    Raises ConfigError for an unknown command or a missing argument, and OSError if a file cannot be written.
+    Raises ConfigError for an unknown command or a missing argument, and OSError if a file cannot be read or written.
     """
     text = text.strip()
     found = COMMAND.match(text)
@@ -41,6 +44,13 @@ def obey(text: str, client: Client, tell: Callable[[str], object]) -> bool:
         case "/new", "":
             client.forget()
             tell("a new conversation")
+        case "/image", _ if rest:
+            path = Path(rest).expanduser()
+            kind = mimetypes.guess_type(path.name)[0] or "image/png"
+            client.pictures.append(f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}")
+            tell(f"{path.name} goes with the next question")
+        case "/image", _:
+            raise ConfigError("/image needs a file: /image screenshot.png")
         case "/save", _ if rest:
             said = msgspec.json.format(msgspec.json.encode(client.messages), indent=1) + b"\n"
             save(Path(rest).expanduser(), said, private=True)

@@ -177,9 +177,25 @@ def test_commands_are_for_the_chat(tmp_path: Path):
     assert all(command in shown for command in ("/think on|off", "/system TEXT", "/new", "/save FILE", "/help"))
 
 
+def test_images_go_with_the_next_question(tmp_path: Path):
+    for name in ("a.png", "b.jpg"):
+        (tmp_path / name).write_bytes(name.encode())
+    with server() as (url, asked):
+        shown = said(client(url), f"/image {tmp_path}/a.png", f"/image {tmp_path}/b.jpg", "2 + 2?", "And now?")
+    assert "b.jpg goes with the next question" in shown
+    *pictures, text = asked[0]["messages"][0]["content"]
+    assert [one["image_url"]["url"] for one in pictures] == [
+        "data:image/png;base64,YS5wbmc=", "data:image/jpeg;base64,Yi5qcGc="
+    ]  # fmt: skip
+    assert text == {"type": "text", "text": "2 + 2?"}
+    assert asked[1]["messages"][-1]["content"] == "And now?"
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [
+        ("/image", "/image needs a file"),
+        ("/image /nowhere/a.png", "/nowhere"),
         ("/quit", "'/quit' is not a command; /help lists them"),
         ("/help me", "'/help me' is not a command"),
         ("/think hard", "/think is on or off, not 'hard'"),
