@@ -217,16 +217,18 @@ def test_metrics_count_encoded_images(server: Server):
         wait_for(lambda name=name: counted(name), server)
 
 
-@pytest.mark.parametrize("how", ["pools", "ranks"])
+@pytest.mark.parametrize("how", ["pools", "ranks", "replicas"])
 def test_where_an_image_is_read_does_not_matter(how: str, server: Server, tmp_path: Path):
-    """Law 5: the prompt is computed by another worker. Law 6: by two ranks, which each encode the image."""
+    """Law 5: the prompt is computed by another worker. Law 6: by two ranks, which each encode the image. The image
+    comes from the API replica that sent the job."""
     folder = tmp_path / "tiny"
     random_checkpoint(folder, TEXT, vision=VISION, media_token=PAD)
     write_tiny_tokenizer(folder)
     shape = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n' if how == "pools" else ""
+    replicas = "api_replicas = 2\n" if how == "replicas" else ""
     ranks = "ranks = 2\n" if how == "ranks" else ""
     (tmp_path / "one.toml").write_text(
-        f'weights = "tiny"\nport = 0\n[engine]\ndevice = "cpu"\nkv_memory = "20MB"\n{ranks}{shape}'
+        f'weights = "tiny"\nport = 0\n{replicas}[engine]\ndevice = "cpu"\nkv_memory = "20MB"\n{ranks}{shape}'
     )
     other = Server(tmp_path / "one.toml")
     try:
