@@ -71,6 +71,18 @@ async def test_an_image_that_takes_too_long_is_refused_and_its_process_is_killed
     assert await process.wait() == -signal.SIGKILL
 
 
+async def test_a_process_whose_closing_is_cancelled_is_waited_for_by_the_next_closing(decoder: ImageDecoder):
+    await decoder.decode(png(), "a")
+    process = decoder._process
+    assert process is not None
+    closing = asyncio.ensure_future(decoder.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    await decoder.close()
+    assert process.returncode == -signal.SIGKILL
+
+
 async def test_too_many_images_are_an_overload(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "WAITING", 2)
     found = await asyncio.gather(*(decoder.decode(png(), str(n)) for n in range(3)), return_exceptions=True)

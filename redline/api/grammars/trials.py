@@ -223,7 +223,8 @@ class GrammarProcess:
     async def ended(self) -> None:
         """See `Child.ended`."""
         while self._killed:
-            await self._killed.pop().wait()
+            await self._killed[0].wait()  # a caller that is cancelled here leaves the process to the next one
+            self._killed = [one for one in self._killed if one.returncode is None]
 
     async def _start(self) -> None:
         """Start the process, and wait until it has loaded the vocabulary."""

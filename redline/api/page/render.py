@@ -63,7 +63,8 @@ class Renderer:
         """Kill the process, and wait until it and all earlier ones have exited."""
         self._kill()
         while self._killed:
-            await self._killed.pop().wait()
+            await self._killed[0].wait()  # a caller that is cancelled here leaves the process to the next one
+            self._killed = [one for one in self._killed if one.returncode is None]
 
     def _kill(self) -> None:
         process, self._process = self._process, None
