@@ -302,9 +302,9 @@ FN u32 widen_e4m3(u16 v) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(v));
     return both;
 }
-// The first two or (SECOND) the last two of four int8 as bf16, exactly. 0x43ss without bit 7 is 128 + the low seven bits of
-// the int8 ss; 0x43ss without those seven bits is 128, or 256 if ss is negative, since its sign bit is the lowest bit of the
-// exponent. The difference is ss.
+// The first two or (SECOND) the last two of four int8 as bf16, exactly. 0x43ss without bit 7 is 128 + the low seven
+// bits of the int8 ss; 0x43ss without those seven bits is 128, or 256 if ss is negative, since its sign bit is the
+// lowest bit of the exponent. The difference is ss.
 template <u32 SECOND>
 FN u32 widen_s8(u32 w) {
     u32 v, difference;

@@ -106,8 +106,8 @@ FN void multiply_shared(float (&sums)[N / 2], Operand a, Operand b) {
     multiply_tiles<TRANSPOSED>(sums, describe(a), describe(b));
 }
 
-// Four 8 x 8 tiles of 16-bit values: lane i gives the address of row i % 8 of tile i / 8; lane 4g + t has elements (2t, g),
-// (2t + 1, g) of each tile.
+// Four 8 x 8 tiles of 16-bit values: lane i gives the address of row i % 8 of tile i / 8; lane 4g + t has elements (2t,
+// g), (2t + 1, g) of each tile.
 FN void store_tiles_transposed(u32 row, u32x4 v) {
     ASM("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
         : "memory");
