@@ -189,7 +189,7 @@ template <class KV> struct PairArithmetic {
             for (int t = 0; t < PAGE; t += 32)
                 prepare({load<f32x16>(p[g] + t), load<f32x16>(p[g] + t + 16)}, (bf16*)&pairs[g][t / 2]);
         const char *fetched = (const char*)coming, *last = (const char*)(coming + PAGE * W);
-        const int each = (PAGE * W * (int)sizeof(KV) / 64 + R - 1) / R;  // prefetched cache lines for each two rows by 32
+        const int each = (PAGE * W * (int)sizeof(KV) / 64 + R - 1) / R;  // cache lines to prefetch for two rows by 32
         for (int c = 0; c < R; c += 32) {
             __m512 a[G], b[G];
             for (int g = 0; g < G; g++) {

@@ -137,7 +137,7 @@ struct MultiplyExpertsLaunch {
     const u8* columns_in;  // of x or of h
     u8* out;               // columns of h, or y [pairs, 16 ROW_TILES]
     const int* columns;    // [rows][pair or -1, weight]
-    int* tiles;            // [1 + tiles][8]; words 1 (UP) and 2 (DOWN) of the first row count the items that blocks have taken
+    int* tiles;            // [1 + tiles][8]; words 1 (UP) and 2 (DOWN) of the first row count started items
 };
 
 // 128 rows of an expert times one tile of columns: two warpgroups multiply; of the third, one thread copies weights,
