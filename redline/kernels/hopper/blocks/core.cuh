@@ -69,8 +69,8 @@ FN void store_shared_2(u32 at, u32x2 v) { ASM("st.shared.v2.u32 [%0], {%1,%2};" 
 FN void store_shared_4(u32 at, u32x4 v) {
     ASM("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// Returns the old value. Acquire and release: this thread's earlier reads come before it, and a thread that sees the
-// sum reads after it.
+// Returns the old value. Orders this thread's earlier reads before the addition, and later reads of a thread that sees
+// the sum after it.
 FN u32 add_shared(u32 at, u32 v) {
     u32 old;
     ASM("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(at), "r"(v) : "memory");

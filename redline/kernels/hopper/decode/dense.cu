@@ -294,7 +294,7 @@ struct GatesLaunch {
 using Arguments = GatesLaunch;
 constexpr bool NORMED = true, HALVES = true;
 constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-constexpr u32 TAKEN_BACK = 0, READY = 1, NOTES = 4;  // notes: 1: READY has been reset; 1: the lists are complete
+constexpr u32 TAKEN_BACK = 0, READY = 1, NOTES = 4;  // words of notes: 1 after READY was reset; 1 after choosing
 
 FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4) {
@@ -485,8 +485,7 @@ FN void release(Ring& ring, Walk& wanted) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------------- x, 1 /
-// rms
+// ---------------------------------------------------------------------------------------------------------- x, 1 / rms
 
 FN void request_x(const Arguments& a, u32 slice) {
     u32 barrier = shared_base() + X_BARRIER;
@@ -533,8 +532,7 @@ FN void make_rstd(const Arguments& a) {
     if (lane_index() == 0) store_shared_f32(shared_base() + RSTD + 4 * token, reciprocal_root(sum / NORM_INPUTS + a.eps));
 }
 
-// ---------------------------------------------------------------------------------------------------------- the
-// product
+// --------------------------------------------------------------------------------------------------------- the product
 
 #if BITS == 8
 // Multiplies four integers by two registers of x. `upper` is of row g, `lower` of row g + 8.

@@ -193,8 +193,7 @@ FN u32 weights_at(u32 base, u32 stage) { return base + WEIGHTS + stage * SLICE_B
 FN u32 columns_at(u32 base, u32 stage) { return base + stage * TILE_BYTES; }
 FN u32 own_columns_at(u32 base, u32 stage) { return base + OWN_COLUMNS + stage * 8 * WIDEST; }
 
-// ------------------------------------------------------------------------------------------------------ the third
-// warpgroup
+// ------------------------------------------------------------------------------------------------- the third warpgroup
 
 // Item `index` of all. All tiles of an expert use a block of its rows before the next block of rows, so that its
 // weights stay in the L2 cache.
@@ -266,8 +265,7 @@ FN void copy_columns(const MultiplyExpertsLaunch& a, u32 base) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------ the two warpgroups
-// that multiply
+// ------------------------------------------------------------------------------------ the two warpgroups that multiply
 
 // A lane's part of its two rows, for 64 inputs.
 #if FORMAT == BF16

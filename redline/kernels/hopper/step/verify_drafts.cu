@@ -55,8 +55,8 @@ KERNEL(verify_drafts, VerifyDraftsLaunch) {
 #pragma unroll
     for (u32 k = 0; k < MOST_POSITIONS; k++)
         if (k < a.positions) {
-            // A rejected draft's context may be one that sampling would never produce, with logits that are not finite:
-            // drafts are accepted only up to the first position that is not finite.
+            // A wrong draft may cause non-finite logits that the answer itself would not have: later drafts are then
+            // rejected.
             bool right = k == 0 || (synthetic ? draw < share[k] : token[k - 1] == draft[k]);
             bool holds = held == k && k < ran && finite[k] && right;
             if (holds) {
