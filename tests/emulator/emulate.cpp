@@ -1,4 +1,4 @@
-// The part of the emulation (emulate.h) that every kernel shares: fibers and their turns, warps, barriers, copies.
+// The part of the emulator (emulate.h) that all kernels share: fibers and their scheduling, warps, barriers, copies.
 #include "core.cuh"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr size_t STACK = 256 << 10;
 
 struct Barrier { u32 arrivals = 0, phase = 0; long bytes = 0; };
 struct Copy { u32 to; const char* from; u32 bytes; u32 barrier; };
-struct Rendezvous {  // of a warp's lanes
+struct Rendezvous {  // of a warp's lanes, for warp-wide operations
     u32 arrived = 0, generation = 0;
     const char* what = nullptr;
     u32 in[32][8];
@@ -38,11 +38,11 @@ struct Meeting { u32 arrived = 0, generation = 0; };
 
 struct Fiber {
     bool begun = false, done = false;
-    const u32* counter = nullptr;  // it waits until this is another number
+    const u32* counter = nullptr;  // the fiber is blocked while the counter has the value `was`
     u32 was = 0;
     ucontext_t context;
     jmp_buf place;
-    std::vector<std::vector<Copy>> groups;  // of its own copies: the last is open
+    std::vector<std::vector<Copy>> groups;  // of the thread's own copies; the last group is open
 };
 
 struct Block {
@@ -56,11 +56,11 @@ struct Block {
     void (*body)(const void*);
     const void* arguments;
 } block;
-Fiber* self;  // null where no thread runs
+Fiber* self;  // null while no thread runs
 jmp_buf home;
 char error[300];
 
-void enter() {  // a fiber serves its place in one block after another
+void enter() {  // a fiber runs the same thread index of one thread block after another
     for (;;) {
         block.body(block.arguments);
         self->done = state.progress = true;
@@ -142,7 +142,7 @@ void run_block(u32 threads, u32 shared, char* stacks) {
     if (!block.copies.empty()) snprintf(error, sizeof error, "block %u ended with copies in flight", state.block + state.block_y * state.grid);
 }
 
-// All of a warp's lanes call this with their words; the last one computes what all get.
+// All lanes of a warp call this with their words; the last one computes the results of all.
 template <class F>
 u32x4 collective(const char* what, std::initializer_list<u32> words, F compute) {
     Rendezvous& w = block.warps[state.thread / 32];
@@ -267,7 +267,7 @@ u8 to_e4m3(float v) {
     return best | (std::signbit(v) ? 128 : 0);
 }
 
-void copies_wait(u32 left) {  // they arrive as late as they may
+void copies_wait(u32 left) {  // copies complete only here, which is as late as possible
     auto& groups = self->groups;
     while (groups.size() > left + 1) {
         for (auto& c : groups.front()) {
@@ -282,10 +282,10 @@ void copies_wait(u32 left) {  // they arrive as late as they may
 
 using namespace emulated;
 
-// The emulated clock counts looks at it, a millisecond each, so that a process which gets no processor is not late.
-// Ranks that are processes share a file with a count for each, named by REDLINE_EMULATED_LOOKS as FILE:RANK:RANKS: time is
-// the least of the counts, and none gets ahead of it by more than one, so it passes only while every rank looks. A rank
-// that has ended leaves a count of 2^62.
+// The emulated clock counts its calls, a millisecond each, so that a process which gets no CPU time does not time out.
+// Ranks that are processes share a file with one count per rank, given by REDLINE_EMULATED_LOOKS as FILE:RANK:RANKS.
+// The time is the smallest count, and no count exceeds it by more than one, so time passes only while every rank reads
+// the clock. A rank that has ended sets its count to 2^62.
 u64 nanoseconds() {
     static u32 rank = 0, ranks = 1;
     static std::atomic<u64> alone{0}, *looks = [] {
@@ -309,7 +309,7 @@ u64 nanoseconds() {
     return least() * 1000000;
 }
 void wait_a_little() {
-    state.progress = true;  // it will come, or the wait is over after a while
+    state.progress = true;  // the word will arrive, or the wait will time out
     if (draw() % 256 == 0) usleep(draw() % 200);
     yield();
 }

@@ -1,11 +1,12 @@
-// A CUDA block on a CPU, for tests: each thread is a fiber, and what core.cuh does with the chip's instructions is done
-// here by hand. Bulk copies arrive late and in any order, over bytes poisoned with NaNs, and warps take turns in an
-// order drawn from a seed, so that a missing wait shows. Blocks run one after another.
+// Emulates a CUDA thread block on a CPU, for tests: each thread is a fiber, and functions here replace the PTX
+// instructions of core.cuh. To expose missing waits, bulk copies complete late and in any order, their destination is
+// filled with NaNs before, and the order in which warps run is random, from a seed. Thread blocks run one after
+// another.
 //
-// A wrong address, an odd lane or a deadlock ends the run with a message.
+// A wrong address, a lane that calls another operation than its warp, or a deadlock ends the run with a message.
 //
-// Every variant of a kernel compiles this file, so it includes nothing, and holds only what is worth inlining. The rest,
-// in emulate.cpp and emulate_products.cpp, is compiled once and linked to each.
+// Every variant of a kernel compiles this file, so it includes no headers and contains only what should be inlined. The
+// rest, in emulate.cpp and emulate_products.cpp, is compiled once and linked to each variant.
 #pragma once
 
 #define FN static inline
@@ -16,21 +17,21 @@
 #pragma GCC visibility push(hidden)
 namespace emulated {
 
-constexpr u32 SHARED_BASE = 1024;  // an address of 0 is a mistake
+constexpr u32 SHARED_BASE = 1024;  // so that address 0 is an error
 
-struct State {  // of the thread that runs, and of its block
+struct State {  // of the thread that runs, and of its thread block
     u32 thread, block, block_y, grid, threads;
     char* shared;
     u32 shared_bytes;
-    bool progress;  // since the block's threads last took turns
+    bool progress;  // whether any thread has made progress in this round
 };
 extern State state;
 
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void wrong_address(u32 address, u32 bytes);
 void yield();
-void wait(const u32& counter);  // until it counts on
-u32 draw();  // from the run's seed
+void wait(const u32& counter);  // until the counter changes
+u32 draw();  // a random number, from the run's seed
 const char* run(void (*body)(const void*), const void* arguments, u32 grid, u32 grid_y, u32 threads, u32 shared, u32 seed);
 
 static inline char* at(u32 address, u32 bytes) {
@@ -57,7 +58,7 @@ static inline const T* aligned(const void* p) { return aligned<T>((void*)p); }
 
 static inline float f16_to_f32(u16 h) {
     u32 w = (u32)(h & 0x7fff) << 13; float f; __builtin_memcpy(&f, &w, 4);
-    f *= 0x1p112f;  // from one exponent's bias to the other's, which makes small numbers normal
+    f *= 0x1p112f;  // from the exponent bias of f16 to that of float32, which also normalises subnormal numbers
     __builtin_memcpy(&w, &f, 4);
     w |= ((h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0) | (u32)(h & 0x8000) << 16;
     __builtin_memcpy(&f, &w, 4);
@@ -131,7 +132,7 @@ FN u32 add_global(void* p, u32 v) {
     return old;
 }
 
-// Other ranks are other processes, whose memory this one shares.
+// Other ranks are other processes, which share this memory.
 FN void load_system(const void* p, u32& v) { v = __atomic_load_n(emulated::aligned<u32>(p), __ATOMIC_RELAXED); }
 FN void load_system(const void* p, u32x2& v) { load_system(p, v.x), load_system((const u32*)p + 1, v.y); }
 FN void load_system(const void* p, u32x4& v) {
@@ -145,7 +146,7 @@ FN void store_system(void* p, u32x4 v) {
 FN u64 load_system_64(const void* p) { return __atomic_load_n(emulated::aligned<u64>(p), __ATOMIC_RELAXED); }
 FN void store_system_64(void* p, u64 v) { __atomic_store_n(emulated::aligned<u64>(p), v, __ATOMIC_RELAXED); }
 u64 nanoseconds();
-void wait_a_little();  // other threads' turn, and other ranks'
+void wait_a_little();  // yields to other threads, and sometimes sleeps so that other ranks run
 
 void barrier_init(u32 barrier);
 FN void barrier_init_done() {}

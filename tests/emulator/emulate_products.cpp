@@ -1,4 +1,4 @@
-// The part of the emulation (emulate.h) for the products of a warpgroup: wgmma.cuh, and wgmma_attention.cuh below it.
+// The part of the emulator (emulate.h) for warpgroup MMAs: first wgmma.cuh, then wgmma_attention.cuh.
 #include "core.cuh"
 
 #include <map>
@@ -11,7 +11,7 @@ namespace {
 struct Product { float* sums; const u32* a; u32 b; u32 n; float (*to)(u16); };
 struct Warpgroup {
     u32 arrived = 0, generation = 0;
-    std::vector<std::vector<Product>> groups[128];  // of each thread, in order; the last is open
+    std::vector<std::vector<Product>> groups[128];  // of each thread, in order; the last group is open
 };
 struct Arrivals { u32 needed, arrived; };
 std::map<u32, Warpgroup> warpgroups;
@@ -23,7 +23,7 @@ std::vector<std::vector<Product>>& products() {
     return groups;
 }
 u16 swizzled(u32 address) { return load<u16>(address ^ (address >> 7 & 7) << 4); }
-// sums += a[64 x 16] b[N x 16], where the thread's sums lie.
+// sums += a[64 x 16] b[N x 16], for the elements that the thread holds.
 void add_product(float* sums, u32 thread, const float* a, const float* b, u32 n) {
     u32 row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     for (u32 j = 0; j < n / 8; j++)
@@ -67,7 +67,7 @@ struct SharedProduct {
     float* sums;
     u32 a, b, n;
     bool transposed;
-    std::vector<u16> operands;  // as they were, of the warpgroup's first thread
+    std::vector<u16> operands;  // values at the start of the MMA, kept for the warpgroup's first thread
 };
 struct SharedProducts {
     u32 arrived = 0, generation = 0;
@@ -114,7 +114,7 @@ void finish_groups() {
     state.progress = true;
     if (!mine.back().empty()) fail("waits for products that are not committed");
     if (++w.arrived == 128) {
-        for (u32 turns = draw() % 8; turns; turns--) {  // others go on
+        for (u32 turns = draw() % 8; turns; turns--) {  // other threads run for a while
             state.progress = true;
             yield();
         }

@@ -1,4 +1,4 @@
-// residual += partial (in place); y = rms_norm(residual) * w. A null partial adds nothing.
+// residual += partial (in place); y = rms_norm(residual) * w. If partial is null, residual stays as it is.
 #include "core/kernels.h"
 #include "core/norm.h"
 #include "core/pool.h"

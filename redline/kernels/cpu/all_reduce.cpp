@@ -1,6 +1,7 @@
-// The ranks of one model on a CPU: processes that add up their partial sums through memory that they share.
+// All-reduce and all-gather among the ranks of one model on a CPU, which are processes that share memory.
 //
-// A rank that waits looks for a moment, then sleeps on the other's epoch (futex): two cores may hold eight ranks.
+// A rank that waits spins for a moment, then sleeps on the other rank's epoch (futex), because two cores may run eight
+// ranks.
 #include "core/kernels.h"
 
 #include <atomic>
@@ -17,7 +18,7 @@
 
 namespace {
 using Clock = std::chrono::steady_clock;
-constexpr int LOOKS = 500, APART = 16;  // words between epochs
+constexpr int LOOKS = 500, APART = 16;  // APART: words between epochs
 
 std::atomic<uint32_t>& epoch_of(const AllReduceCall& call, int rank) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(call.epochs + rank * APART);
@@ -38,7 +39,7 @@ void wake(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// Whether the rank has arrived at this call, or does so within the time.
+// Whether the rank has arrived at this call, or arrives before `until`.
 bool has_come(const AllReduceCall& call, int rank, Clock::time_point until) {
     std::atomic<uint32_t>& word = epoch_of(call, rank);
     for (int looks = 0;; looks++) {

@@ -1,4 +1,4 @@
-// The first of the greatest in each row, and whether the row is finite, in one pass.
+// The argmax of each row (the first one if several are equal), and whether the row is finite, in one pass.
 #include <cmath>
 
 #include "core/kernels.h"
@@ -22,7 +22,7 @@ extern "C" void redline_best(const BestCall& call) {
                 i32x16 higher = v > high;
                 high = higher ? v : high;
                 where = higher ? at : where;
-                sound &= v - v == f32x16{};  // infinity and NaN give NaN
+                sound &= v - v == f32x16{};  // infinity and NaN give NaN, which compares unequal
             }
             int best = where[0], all = sound[0];
             float greatest = high[0];

@@ -1,11 +1,11 @@
-// The checksum of bytes, as redline/ops/checksum.py writes it; by the thread that calls, which may be any.
+// The checksum of bytes that redline/ops/checksum.py defines. It runs on the calling thread, which may be any thread.
 #include "core/kernels.h"
 #include "core/vec.h"
 
 namespace {
 typedef uint64_t u64x8 __attribute__((vector_size(64)));
 constexpr uint64_t GAMMA = 0x9E3779B97F4A7C15, FIRST = 0xBF58476D1CE4E5B9, SECOND = 0x94D049BB133111EB;
-constexpr int ROWS = 4;  // vectors side by side: a product takes many cycles and one of each row can be under way
+constexpr int ROWS = 4;  // independent vectors: they hide the latency of multiplications
 
 template <class W> inline W mix(W w) {
     w = (w ^ w >> 30) * FIRST;

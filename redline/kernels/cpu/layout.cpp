@@ -1,14 +1,15 @@
-// Weights into panels of 32 outputs, as core/gemm.h reads them: at load, once, by all threads.
+// Repacks weights into panels of 32 outputs, as core/gemm.h reads them: once, at load, on all threads.
 //
-// A block of inputs is read from all rows of a panel before the next one, so that what is written together lies together.
+// A block of inputs is read from all rows of a panel before the next block, so that consecutive writes are to nearby
+// addresses.
 #include "core/kernels.h"
 #include "core/pool.h"
 #include "core/vec.h"
 
 namespace {
-constexpr int PANEL = 32, BLOCK = 32;  // rows side by side; units of each row that are read before the next row's
+constexpr int PANEL = 32, BLOCK = 32;  // rows of a panel; units that are read from a row before the next row
 
-constexpr int MOST = 4096;  // tasks of a region, which counts them in 16 bits
+constexpr int MOST = 4096;  // tasks of a region, which has 16 bits for their number
 
 template <class F> void each_panel(int panels, F&& f) {
     const int tasks = panels < MOST ? panels : MOST;
@@ -41,7 +42,7 @@ extern "C" void redline_side_by_side(const SideBySideCall& call) {
 }
 
 extern "C" void redline_pack_codes(const PackCodesCall& call) {
-    constexpr uint16_t LOW = 0x0f0f, HIGH = 0xf0f0;  // of the codes of two even inputs, and of the odd ones above them
+    constexpr uint16_t LOW = 0x0f0f, HIGH = 0xf0f0;  // the codes of two even inputs, and of the odd inputs above them
     const int quads = call.K / 4, half = PANEL / 2;
     each_panel(call.N / PANEL, [&](int panel) {
         uint8_t* out = call.codes + (int64_t)panel * quads * half * 4;

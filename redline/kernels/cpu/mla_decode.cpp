@@ -1,7 +1,8 @@
 // Absorbed latent attention over pages: each query token against the whole latent context of its slot.
 //
-// The context is cut into splits of 256 tokens, whoever computes them; inside a split pages come in order with a running
-// maximum; splits are combined in order. So the bits depend on the token's own position and context alone.
+// The context is divided into splits of 256 tokens, which any thread may compute. Within a split pages are processed in
+// order with a running maximum; splits are combined in order. So the bits depend on the token's own position and
+// context alone.
 #include <cmath>
 
 #include "core/gemm.h"
@@ -19,20 +20,20 @@ struct Shape {
     int head() const { return Nn + P; }
 };
 
-// `queries` of one slot, one behind the other, over one split: heads [heads, heads + group) of each. `record`: where the
-// first query's results lie, in units of `group` rows.
+// `queries` consecutive queries of one slot, over one split: heads [heads, heads + group) of each. `record`: index of
+// the first query's results, in units of `group` rows.
 struct Item {
     int query, queries, heads, split, record;
 };
-constexpr int MOST_ROWS = 12;  // heads of queries that are multiplied together: 24 accumulators of 32 registers
+constexpr int MOST_ROWS = 12;  // rows (heads of queries) multiplied together: 24 accumulators of 32 registers
 
-// How one page is multiplied: scores = q . rows, acc += p rows, each with its own order of the dimensions in the prepared
-// query and in the accumulators.
+// The products with one page: scores = q . rows, acc += p rows. Each implementation has its own order of dimensions in
+// the prepared query and in the accumulators.
 //
 // float32 arithmetic, for any page format.
 template <class KV> struct Arithmetic {
     typedef float Query;
-    // 32 numbers in natural order -> a prepared query's.
+    // 32 numbers in natural order -> the prepared query's order.
     static void prepare(const Pair& x, float* to) {
         float natural[32];
         store(natural, x.a);
@@ -40,16 +41,17 @@ template <class KV> struct Arithmetic {
         for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = natural[i] * unit((const KV*)nullptr);
     }
 
-    // 32 of the accumulators -> their numbers in natural order.
+    // 32 accumulators -> their numbers in natural order.
     static void natural(const float* acc, float factor, float* to) {
         for (int i = 0; i < 32; i++) to[i] = acc[place((const KV*)nullptr, i)] * (factor * unit((const KV*)nullptr));
     }
 
-    // Rows of q, and halves of 32 dimensions, that are summed side by side: as many as there are registers.
+    // Numbers of rows of q, and of halves of 32 dimensions, that are accumulated at the same time: limited by
+    // registers.
     template <int G> static constexpr int MANY = std::min(G, SUMS / REGISTERS);
     template <int G> static constexpr int TOGETHER = 2 * MANY<G> * REGISTERS <= SUMS ? 2 : 1;
 
-    // sums [N][2], of half H and those beside it: N rows of q times one row.
+    // sums [N][2], of HALVES halves from half H on: N rows of q times one row.
     template <int N, int H, int HALVES> static void dot(const float* q, const KV* row, int W, Sixteen (&sums)[N][2]) {
         lanes a[N][HALVES][REGISTERS] = {};
         for (int c = 0; c < W; c += 32) {
@@ -85,7 +87,7 @@ template <class KV> struct Arithmetic {
             }
     }
 
-    // Of 32 dimensions of N rows of acc, half H and those beside it: acc = acc * factor + p rows.
+    // For HALVES halves from half H on, of 32 dimensions of N rows of acc: acc = acc * factor + p rows.
     template <int N, int H, int HALVES>
     static void weigh32(const float (*p)[PAGE], const float* factor, const KV* rows, int n, int W, int R, float* acc) {
         lanes a[N][HALVES][REGISTERS];
@@ -109,7 +111,7 @@ template <class KV> struct Arithmetic {
         each([&](int, lanes& v, float* at) { store(at, v); });
     }
 
-    // acc [G][R] = acc * factor + p rows; `coming`: the rows that will be asked for next
+    // acc [G][R] = acc * factor + p rows; `coming`: the next page's rows, for prefetching
     template <int G>
     static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, const KV*, int n, int W, int R,
                       float* acc) {
@@ -123,15 +125,15 @@ template <class KV> struct Arithmetic {
 };
 
 #if defined(__AVX512BF16__)
-// bf16 products with float32 sums, two multiplications a lane: the query and the probabilities are rounded to bf16, as
-// they are on a GPU.
+// bf16 products with float32 sums, two multiplications per lane: the query and the probabilities are rounded to bf16,
+// as on a GPU.
 template <class KV> struct PairArithmetic {
     typedef bf16 Query;
     static void prepare(const Pair& x, bf16* to) {
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
     }
 
-    // Interleaving two rows put 4 of every 8 dimensions into each half.
+    // Interleaving two rows has put 4 of every 8 dimensions into each half.
     static void natural(const float* acc, float factor, float* to) {
         for (int i = 0; i < 32; i += 4) store(to + i, load<f32x4>(acc + (i & 4) * 4 + (i >> 3) * 4) * factor);
     }
@@ -154,7 +156,7 @@ template <class KV> struct PairArithmetic {
                 for (int t = 0; t < T; t++) sums[g][t] = _mm512_dpbf16_ps(sums[g][t], x, k[t]);
             }
         }
-        auto sums4 = [&](int g, int t, int g1, int t1) {  // of (g, t), and three steps of (g1, t1) on
+        auto sums4 = [&](int g, int t, int g1, int t1) {  // of (g, t) and the three next, which are (g1, t1) apart
             return sum4((f32x16)sums[g][t], (f32x16)sums[g + g1][t + t1], (f32x16)sums[g + 2 * g1][t + 2 * t1],
                         (f32x16)sums[g + 3 * g1][t + 3 * t1]);
         };
@@ -187,7 +189,7 @@ template <class KV> struct PairArithmetic {
             for (int t = 0; t < PAGE; t += 32)
                 prepare({load<f32x16>(p[g] + t), load<f32x16>(p[g] + t + 16)}, (bf16*)&pairs[g][t / 2]);
         const char *fetched = (const char*)coming, *last = (const char*)(coming + PAGE * W);
-        const int each = (PAGE * W * (int)sizeof(KV) / 64 + R - 1) / R;  // lines of the next page for each two rows by 32
+        const int each = (PAGE * W * (int)sizeof(KV) / 64 + R - 1) / R;  // cache lines to prefetch for two rows by 32
         for (int c = 0; c < R; c += 32) {
             __m512 a[G], b[G];
             for (int g = 0; g < G; g++) {
@@ -196,12 +198,12 @@ template <class KV> struct PairArithmetic {
             }
             const KV* at = rows + c;
             for (int t = 0; t < n; t += 2, at += 2 * W) {
-                // A page is larger than the first cache: the next 32 dimensions are on their way while these are summed.
+                // A page is larger than the L1 cache: the next 32 dimensions are prefetched while these are summed.
                 _mm_prefetch((const char*)(at + 32), _MM_HINT_T0);
                 _mm_prefetch((const char*)(at + W + 32), _MM_HINT_T0);
                 for (int i = 0; i < each && fetched < last; i++, fetched += 64) _mm_prefetch(fetched, _MM_HINT_T1);
                 __m512i one = row(at);
-                // Beyond the context a page holds anything; zero times that must be zero.
+                // A page may hold anything beyond the context, but zero times it must be zero.
                 __m512i two = t + 1 < n ? row(at + W) : _mm512_setzero_si512();
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
 #pragma GCC unroll 12
@@ -222,9 +224,9 @@ template <> struct Arithmetic<bf16> : PairArithmetic<bf16> {};
 template <> struct Arithmetic<e4m3> : PairArithmetic<e4m3> {};
 #endif
 
-// Q queries times G heads over tokens of their context from `begin` on, each query up to its own end; only a `begin` after
-// skipped tokens lies inside a page. Gives each row's running maximum, sum, and weighted latents [R] of this split. While
-// one page is summed, the next comes from memory, up to `context`.
+// Q queries times G heads over the tokens of their context from `begin` on, each query up to its own end; `begin` is
+// inside a page only after skipped tokens. Computes each row's running maximum, sum, and weighted latents [R] of this
+// split. While one page is summed, the next is prefetched, up to `context`.
 template <int Q, int G, class KV>
 void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, const int* ends,
             int context, Shape s, float* top, float* mass, float* acc) {
@@ -261,14 +263,14 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
     }
 }
 
-// plane: the call's.
+// plane: call.plane with its type.
 template <class KV> void decode(const MlaDecodeCall& call, const KV* plane) {
     const Shape s{call.H, call.Nn, call.P, call.R, call.V};
     const int Q = call.Q;
     const float* q = call.q;
     const float scale = call.scale;
     const int32_t *tokens = call.tokens, *slots = call.slots, *lengths = call.lengths;
-    // The caller's scratch; tasks on other threads reach it through these references.
+    // The calling thread's scratch; tasks on other threads access it through these references.
     static thread_local struct {
         std::vector<typename Arithmetic<KV>::Query> absorbed;
         std::vector<float> partial, latent;
@@ -304,8 +306,8 @@ template <class KV> void decode(const MlaDecodeCall& call, const KV* plane) {
                 }
     });
 
-    // Queries of one slot go through each split side by side, as many as fit the registers, so that its pages are read
-    // once for all of those, and come from memory once for all of the slot's.
+    // Queries of one slot process each split together, as many as the registers allow, so that its pages are read once
+    // for all of these, and are loaded from memory once for all queries of the slot.
     items.clear();
     first_place.resize(Q);
     int places = 0, records = 0;
@@ -363,7 +365,7 @@ template <class KV> void decode(const MlaDecodeCall& call, const KV* plane) {
         }
     });
 
-    // Combine the splits in order; back to natural order.
+    // Combine the splits in order, and convert to natural order.
     if ((int64_t)latent.size() < (int64_t)Q * s.H * s.R) latent.resize((int64_t)Q * s.H * s.R);
     float* lat = latent.data();
     int combine_tasks = Q * s.H <= 16 ? 1 : Pool::get().threads() * 2;

@@ -1,8 +1,8 @@
-// Expanded latent attention for one chunk of one prompt: keys and values are unfolded from the cached latents, head by
-// head, then causal attention runs in blocks of 64 context tokens from position 0, with a running maximum.
+// Expanded latent attention for one chunk of one prompt: keys and values are computed from the cached latents, head by
+// head; then causal attention runs in blocks of 64 context tokens from position 0, with a running maximum.
 //
-// A row's blocks are the same whichever chunk or block of rows it sits in, and a masked score adds exactly zero; so the
-// bits depend on the row's own position and context alone (law 2).
+// A row's blocks do not depend on the chunk or on the rows that are processed with it, and a masked score adds exactly
+// zero; so the bits depend on the row's own position and context alone (law 2).
 #include <cmath>
 
 #include "core/gemm.h"
@@ -25,19 +25,19 @@ struct Shape {
     int head() const { return Nn + P; }
 };
 
-// How chunks are multiplied, and how a head's keys [S / 32][head][32] and values [V / 32][S][32] are unfolded out of the
+// The products of a chunk, and the computation of a head's keys [S / 32][head][32] and values [V / 32][S][32] from the
 // latents.
 //
 // Exact, for any page format: latents as rows [S][R] and as panels [S / 32][R][32].
 template <class KV> struct Arithmetic {
-    typedef float Element, Number, Packed;  // of latents; of keys and values; of what multiplies those
+    typedef float Element, Number, Packed;  // of latents; of keys and values; of what is multiplied by these
     static constexpr int STEP = 1;          // latent values in an element
 
     static void gather(const KV* from, float* row, int R) {
         for (int c = 0; c < R; c++) row[c] = from ? to_float(from[c]) : 0.0f;
     }
 
-    // W_UK of one head as rows [Nn][R], read back out of the panels of W_UK^T.
+    // W_UK of one head as rows [Nn][R], extracted from the panels of W_UK^T.
     static void key_rows(const bf16* packed, Shape s, float* rows) {
         for (int n = 0; n < s.R / 32; n++)
             for (int d = 0; d < s.Nn; d++)
@@ -57,7 +57,7 @@ template <class KV> struct Arithmetic {
                 [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
     }
 
-    // Number `row` of column i of a panel.
+    // A reference to number `row` of column i of a panel.
     static float& number(float* panel, int row, int i) { return panel[(int64_t)row * 32 + i]; }
 
     template <int M, class Row> static const float* pack(const Row& row, int K, std::vector<float>& buffer) {
@@ -70,8 +70,8 @@ template <class KV> struct Arithmetic {
 };
 
 #if defined(REDLINE_BF16_PAIRS)
-// bf16 pairs, float32 sums. Latents times weights are exact; queries, keys, probabilities and values are rounded, as they
-// are on a GPU.
+// bf16 pairs, float32 sums. Latents times weights are exact; queries, keys, probabilities and values are rounded, as on
+// a GPU.
 template <class KV> struct PairArithmetic {
     typedef uint32_t Element, Packed;
     typedef bf16 Number;
@@ -113,7 +113,7 @@ template <class KV> struct PairArithmetic {
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)v.b, (__m512)v.a));
     }
 
-    // Two rows of 32 side by side, as a panel has them, in place.
+    // Interleaves two rows of 32, as in a panel, in place.
     static void pair_up(bf16* rows, int count) {
         alignas(64) uint16_t first[32], second[32];
         for (int i = 0; i < 32; i++) first[i] = i / 2 + i % 2 * 32, second[i] = first[i] + 16;
@@ -192,7 +192,7 @@ void rows(const float* q, int position, int skip, const typename Arithmetic<KV>:
     }
 }
 
-// plane: the call's.
+// plane: call.plane with its type.
 template <class KV> void prefill(const MlaPrefillCall& call, const KV* plane) {
     typedef Arithmetic<KV> A;
     typedef typename A::Element Element;
@@ -204,8 +204,8 @@ template <class KV> void prefill(const MlaPrefillCall& call, const KV* plane) {
     const int context = start + count, W = s.width(), E = s.R / A::STEP;  // elements of a latent row
     const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
 
-    // The latents twice: as rows [S][E] (to unfold values) and as panels [S / 32][E][32] (to unfold keys). Rows that are
-    // skipped or beyond the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
+    // The latents in two layouts: rows [S][E], for values, and panels [S / 32][E][32], for keys. Rows that are skipped
+    // or beyond the context are zero. All heads share the rotated keys: rows [Nn, Nn + P) of every key panel.
     gathered.resize(S * E);
     transposed.resize(S * E);
     key_panels.resize(S * s.head());

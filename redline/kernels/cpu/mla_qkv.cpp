@@ -1,4 +1,4 @@
-// What attention needs of each token: the query heads, and the latent row written into its page.
+// Computes the inputs of attention for each token: the query heads, and the latent row, which is written into its page.
 #include "core/gemm.h"
 #include "core/kernels.h"
 #include "core/norm.h"
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Interleaved pairs (2i, 2i + 1), as the checkpoint has them.
+// Rotates interleaved pairs (2i, 2i + 1), as in the checkpoint.
 inline void rope(float* x, const float* cos, const float* sin, int dim) {
     for (int i = 0; i < dim / 2; i++) {
         float a = x[2 * i], b = x[2 * i + 1];

@@ -1,14 +1,14 @@
 // SwiGLU experts: y = shared(x) + sum over the chosen e of weight_e * expert_e(x).
 //
-// Rows are grouped by expert, so that each expert's weights are read once however many rows chose it. The sum of a row
-// runs over its own choices in their own order: a row's bits do not depend on its company.
+// Rows are grouped by expert, so that each expert's weights are read once for all rows that chose it. A row's sum adds
+// its own experts in their own order: so a row's bits do not depend on the other rows.
 #include "core/gemm.h"
 #include "core/kernels.h"
 #include "core/watch.h"
 
 namespace {
 
-// One projection of all experts. No scales: bf16; scales: INT4; and wholes, one for each panel: NVFP4.
+// One projection of all experts. Without scales: bf16; with scales: INT4; with wholes, one per panel: NVFP4.
 struct Projection {
     const void* data;
     const void* scales;
@@ -30,7 +30,7 @@ struct Projection {
     }
 };
 
-// Rows that go through one expert: places [begin, end) of the sorted list.
+// The rows of one expert: places [begin, end) of the sorted list.
 struct Group {
     const Projection *gate_up, *down;
     int expert, begin, end;
@@ -40,7 +40,7 @@ struct Work {
     int group, row_begin, row_end, panel_begin, panel_end;
 };
 
-// Cuts every group into tasks of some rows by some units (panels, or pairs of them).
+// Divides every group into tasks of some rows by some units (panels, or pairs of these).
 template <class Units> void cut(const std::vector<Group>& groups, Units&& units_of, std::vector<Work>& work) {
     work.clear();
     for (int g = 0; g < (int)groups.size(); g++) {
@@ -68,7 +68,7 @@ extern "C" void redline_moe(const MoeCall& call) {
     OpSpan span("moe");
     const int T = call.T, D = call.D, E = call.E, k = call.k, I = call.I, Is = call.Is;
     const int32_t* ids = call.ids;
-    // The caller's scratch, named so that tasks on other threads see this one and not their own.
+    // The calling thread's scratch, accessed by reference so that tasks on other threads use it and not their own.
     static thread_local struct {
         std::vector<int> rows, where, start;
         std::vector<float> hidden, parts;
@@ -83,7 +83,7 @@ extern "C" void redline_moe(const MoeCall& call) {
     Projection shared_up{call.shared_gate_up, nullptr, nullptr, 2 * Is / PANEL, D};
     Projection shared_down{call.shared_down, nullptr, nullptr, D / PANEL, Is};
 
-    // Sort the (row, choice) pairs by expert: places [0, T k); the shared expert takes [T k, T k + T).
+    // Sort the (row, choice) pairs by expert: places [0, T k); the shared expert has [T k, T k + T).
     int pairs = T * k, total = pairs + (Is ? T : 0);
     rows.resize(total);
     where.resize(pairs);
@@ -114,8 +114,9 @@ extern "C" void redline_moe(const MoeCall& call) {
         int up = g.gate_up->panels / 2;
         Pair gate[ROWS];
         g.gate_up->with(g.expert, [&](auto panels) {
-            // Virtual panels: 2 j is gate panel j, 2 j + 1 its up panel. With one panel at a time the gates of a block
-            // of rows come first, then their ups; with more they alternate. Either way the gate waits in its row's place.
+            // Virtual panels: 2 j is gate panel j, 2 j + 1 its up panel. With one panel at a time all gates of a block
+            // of rows come before their ups; with more they alternate. In both cases the gate is kept in its row's
+            // place.
             product([&](int m) { return call.x + (int64_t)row[m] * D; }, w.row_begin, w.row_end, D,
                     [&](int n) { return panels((n & 1) * up + (n >> 1)); }, 2 * w.panel_begin, 2 * w.panel_end,
                     call.rounded,

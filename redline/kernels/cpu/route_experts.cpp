@@ -5,7 +5,8 @@
 #include "core/kernels.h"
 #include "core/watch.h"
 
-// -inf outside of the `chosen` groups with the largest sums of their two best scores; ties to the lower group.
+// Sets scores to -inf outside the `chosen` groups with the largest sums of their two best scores; ties to the lower
+// group.
 static void keep_best_groups(float* choice, int E, int groups, int chosen) {
     int size = E / groups;
     static thread_local std::vector<float> sums;

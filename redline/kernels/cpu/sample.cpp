@@ -1,6 +1,8 @@
-// A token of each row, drawn. e^x is computed once; a row that is narrowed has its bound found by halving, unsorted.
+// Samples a token for each row. e^x is computed once; for top-k, top-p and min-p the least weight that is kept is found
+// by quickselect, without sorting.
 //
-// Sums are float64, and a row's order is its own: blocks of BLOCK tokens in the order of ids, sixteen lanes in a block.
+// Sums are float64, in an order that depends on the row alone: blocks of BLOCK tokens in the order of ids, sixteen
+// lanes in a block.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -32,7 +34,7 @@ struct Sum {
     }
 };
 
-// Adds the lanes of v where `chosen` is -1 to a list, whose new end it returns. What is stored may be 16 wide.
+// Appends the lanes of v for which `chosen` is -1 to a list, and returns its new end. The store may be 16 numbers wide.
 inline float* append(float* end, f32x16 v, i32x16 chosen) {
 #if defined(__AVX512F__)
     __mmask16 mask = _mm512_test_epi32_mask((__m512i)chosen, (__m512i)chosen);
@@ -48,12 +50,12 @@ inline float* append(float* end, f32x16 v, i32x16 chosen) {
 }
 
 struct Row {
-    int V, padded;  // padded: to a multiple of 16, with weights of 0
+    int V, padded;  // padded: V rounded up to a multiple of 16, with weights of 0
     std::vector<float> weight, pool, spare;
     std::vector<double> sums;
 
-    // Of logits x: e^(x / temperature), the greatest is 1. False where nothing can be drawn: a NaN, an infinite
-    // greatest.
+    // The weights e^(x / temperature) of logits x, scaled so that the greatest is 1. Returns false if no token can be
+    // sampled: a logit is NaN, or the greatest is infinite.
     bool weigh(const float* x, float temperature) {
         f32x16 tail = splat(-INFINITY);
         memcpy(&tail, x + V / 16 * 16, V % 16 * sizeof(float));
@@ -74,7 +76,7 @@ struct Row {
         return true;
     }
 
-    // Of the weights that are at least `least`: each block's sum, and all of them.
+    // The sum of each block's weights that are at least `least`; returns the total.
     double add_up(float least) {
         double total = 0;
         for (int begin = 0, b = 0; begin < padded; begin += BLOCK, b++) {
@@ -88,7 +90,7 @@ struct Row {
         return total;
     }
 
-    // The first token at which the sum passes `reached`, which is less than the total.
+    // The first token at which the running sum exceeds `reached`, which is less than the total.
     int64_t find(double reached, float least) const {
         int b = 0, last = (padded - 1) / BLOCK;
         double mass = 0;
@@ -97,18 +99,19 @@ struct Row {
         for (int i = token; i < V && i < (b + 1) * BLOCK && mass <= reached; i++) {
             if (weight[i] < least || weight[i] == 0) continue;
             mass += weight[i];
-            token = i;  // the last one that is possible, where the sum one by one falls short of the block's
+            token = i;  // the last possible token, in case the running sum stays below the block's sum by rounding
         }
         return token;
     }
 
     struct Bound {
         float weight;
-        double mass;  // of what weighs more
+        double mass;  // of all greater weights
         int count;
     };
 
-    // The greatest weight w such that `count` tokens, or `mass`, weigh w or more; all of it weighs `floor` or more.
+    // The greatest weight w such that at least `wanted` tokens, or a mass of `wanted`, have weight w or more; w is at
+    // least `floor`.
     template <bool by_mass> Bound bound(double wanted, float floor) {
         float* end = pool.data();
         for (int i = 0; i < padded; i += 16) {
@@ -117,7 +120,7 @@ struct Row {
         }
         Bound found = {0, 0, 0};
         for (int n = end - pool.data(); n > 0;) {
-            store(&pool[n], splat(-1));  // neither above nor below
+            store(&pool[n], splat(-1));  // padding, which counts neither as above nor as below
             float pivot = median(n);
             Sum mass;
             i32x16 above = {}, equal = {};
@@ -140,14 +143,14 @@ struct Row {
             found = {pivot, more, found.count + counted};
             if ((by_mass ? more + (double)pivot * alike : found.count + alike) >= wanted) break;
             n = low - spare.data();
-            if (!n) break;  // the sums' rounding: the smallest is the bound
+            if (!n) break;  // by rounding, the sums stay below `wanted`: the smallest weight is the bound
             found.mass += (double)pivot * alike, found.count += alike;
             std::swap(pool, spare);
         }
         return found;
     }
 
-    // Of nine of the pool.
+    // The median of nine of the pool's numbers.
     float median(int n) const {
         float a[9];
         for (int i = 0; i < 9; i++) a[i] = pool[(int64_t)n * (2 * i + 1) / 18];
@@ -166,7 +169,7 @@ struct Row {
         }
         if (odds.top_p < 1) {
             if (!limited) among = add_up(0);
-            // What weighs less than this is too little, all of it together, to be part of top_p.
+            // All tokens with less weight than this have, together, too little mass to be part of top_p.
             float floor = limited ? least : (float)((1 - odds.top_p) * 0.999 * among / V);
             least = bound<true>(odds.top_p * among, floor).weight;
         }

@@ -1,4 +1,5 @@
-// One block whole: the ops one after another, as `block` of redline/model/k2/forward.py calls them, without a word to Python between.
+// One transformer block: runs its ops one after another, in the order of `block` in redline/model/k2/forward.py,
+// without returning to Python in between.
 #include "blocks/blocks.h"
 
 #include <vector>

@@ -1,6 +1,6 @@
-// What the kernels of this folder take: as in core/kernels.h, declared here once and read from here by Python.
+// The argument structs of this folder's kernels: as in core/kernels.h, declared once here and parsed by Python.
 //
-// T tokens, C chunks, Q queries, D hidden, H heads, R latent rank, P rope, V value. Matrices lie in panels.
+// T tokens, C chunks, Q queries, D hidden, H heads, R latent rank, P rope, V value. Matrices are stored in panels.
 #pragma once
 #include <cstdint>
 
@@ -11,12 +11,12 @@ struct Chunk {
     int first, count, start, slot;
 };
 
-// A step. Every token is in one chunk or is one query.
+// A step's tokens. Every token belongs to one chunk or is one query.
 struct BlockTokens {
     const int64_t* ids;  // [T]
     const float* cos;    // [T, P / 2]
     const float* sin;
-    const int64_t* rows;     // [T]: page * 64 + place, where a token's latent goes
+    const int64_t* rows;     // [T]: page * 64 + place, the row of a token's latent
     const Chunk* chunks;     // [C]
     const int32_t* tokens;   // [Q]
     const int32_t* slots;    // [Q]
@@ -26,7 +26,7 @@ struct BlockTokens {
     int T, C, Q;
 };
 
-// E = 0: no routed experts, and what belongs to them is null.
+// E = 0: there are no routed experts, and their pointers are null.
 struct BlockWeights {
     const float* attention_norm;  // [D]
     const bf16* w_a;              // over [Rq | R | P] outputs
@@ -56,9 +56,9 @@ struct BlockCall {
     const BlockTokens* tokens;
     void* plane;  // the block's pages
     int kv_type;
-    float* residual;       // [T, D]: partial is added, then the attention's part
+    float* residual;       // [T, D]: partial and then the attention's output are added
     const float* partial;  // [T, D]; null: nothing is added
-    float* y;              // [T, D]: the experts' part; it may lie where partial lies
+    float* y;              // [T, D]: the experts' output; may be the same array as partial
 };
 
 struct TransformerWeights {
@@ -73,25 +73,25 @@ struct TransformerWeights {
 struct TransformerCall {
     const TransformerWeights* weights;
     const BlockTokens* tokens;
-    void* planes;         // L of them
+    void* planes;         // L planes
     int64_t plane_bytes;  // of one
     int kv_type;
-    const int32_t* places;  // [L + 1]: where the state that enters each block and the norm goes in features, or -1
-    int kept;               // states that are kept
+    const int32_t* places;  // [L + 1]: index in features of the state before each block and before the norm, or -1
+    int kept;               // number of states that are kept
     float* features;        // [T, kept, D]
-    const int32_t* asked;   // [R]: tokens whose next one is asked for
+    const int32_t* asked;   // [R]: tokens whose next token is wanted
     int R;
-    float* x;            // [T, D]: the normed last state
+    float* x;            // [T, D]: the last state, normed
     float* logits;       // [R, V rounded up to 32]
     int64_t* likeliest;  // [R]; -1 where a logit is not finite
 };
 
-// Where a step whose tokens all decode is written, and what it is looked up in.
+// The outputs of step_inputs for a step of decode tokens, and the tables that they are read from.
 struct StepMemory {
     const int32_t* tables;  // [slots, table_width]: page ids
     const float* cos;       // [positions, pairs]
     const float* sin;
-    int64_t* ids;  // [T]: written, as are the five that follow
+    int64_t* ids;  // [T]: an output, as are the five arrays below
     float* cos_T;  // [T, pairs]
     float* sin_T;
     int64_t* rows;     // [T]
@@ -105,7 +105,7 @@ struct StepInputsCall {
     const int64_t* tokens;  // [slots, reach]
     int64_t reach;
     const StepMemory* memory;
-    const int32_t* spans;  // [S, 3]: positions [start, start + count) of a slot, as slot, start, count
+    const int32_t* spans;  // [S, 3]: slot, start, count: positions [start, start + count) of the slot
     int S;
 };
 

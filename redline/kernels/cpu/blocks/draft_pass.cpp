@@ -1,5 +1,5 @@
-// What an EAGLE-3 drafter does between two steps: fuses features, makes a pass of latent attention, and the greedy chain
-// of them. The ops one after another, as redline.model.eagle3.forward has them, without a word to Python between.
+// The passes of an EAGLE-3 drafter: fusion of features, one pass of latent attention, and a greedy chain of passes.
+// Runs ops in the order of redline.model.eagle3.forward, without returning to Python in between.
 #include "draft_pass.h"
 
 #include <algorithm>
@@ -114,7 +114,7 @@ extern "C" void redline_draft_chain(const DraftChainCall& call) {
     const DraftWeights& w = *call.weights;
     const int R = call.R;
     const int64_t D = w.D, width = (w.vocabulary + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * PANEL_OUTPUTS;
-    // What a pass is fed lies in the second half, what it gives in the first.
+    // The second half holds the input of a pass, the first half its output.
     float *normed = room(s.normed, R * D), *fed = room(s.fed, 2 * R * D), *going = fed + R * D;
     DraftPassCall one;
     one.weights = call.weights, one.pages = call.pages, one.feature = call.feature;
@@ -126,7 +126,7 @@ extern "C" void redline_draft_chain(const DraftChainCall& call) {
     int64_t* best = room(s.best, R);
     uint8_t* finite = room(s.finite, R);
     int32_t *chain_slots = room(s.slots, R), *chain_positions = room(s.positions, R), *ids = room(s.ids, R);
-    int32_t *asked = room(s.asked, 2 * R), *each = asked + R;  // asked: the query of each row that goes on
+    int32_t *asked = room(s.asked, 2 * R), *each = asked + R;  // asked: for each row the query that it continues
     for (int r = 0; r < R; r++) {
         asked[r] = each[r] = r;
         chain_slots[r] = call.slots[call.queries[r]], chain_positions[r] = call.positions[call.queries[r]];

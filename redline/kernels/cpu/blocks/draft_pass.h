@@ -1,13 +1,13 @@
-// What draft_pass.cpp takes. draft_pass.py reads each struct from here, by name.
+// The argument structs of draft_pass.cpp. draft_pass.py parses each of them by name.
 //
-// T rows, R of them that are finished, D hidden, H heads, Nn nope, P rope, Rq and R ranks, V value width, I MLP width,
-// S states of W values that are fused, k drafts at most.
+// T rows, R of which are completed (queries), D hidden, H heads, Nn nope, P rope, Rq and R ranks, V value width, I MLP
+// width, S states of W values that are fused, at most k drafts.
 #pragma once
 #include <cstdint>
 
 struct bf16;
 
-// All of a drafter but its fusion; matrices in panels.
+// All weights of a drafter except those of the fusion; matrices are stored in panels.
 struct DraftWeights {
     const bf16* embedding;                   // [vocabulary, D]
     const float *input_norm, *hidden_norm;   // [D] each
@@ -23,7 +23,7 @@ struct DraftWeights {
     int norm_before_residual, norm_output;
 };
 
-// What rows are looked up in.
+// The tables that a row's inputs are read from.
 struct DraftPages {
     const int64_t* tokens;   // [slots, tokens_width]
     const int32_t* tables;   // [slots, table_width]
@@ -31,40 +31,40 @@ struct DraftPages {
     int64_t tokens_width, table_width;
 };
 
-// Some rows of the states, each state normed, times fc.
+// Fuses some rows of the states: each state is normed, then they are multiplied by fc.
 struct DraftFuseCall {
     const float* features;   // [., S W]
     const int32_t* sources;  // [T]: rows of features
-    const float* norms;      // [S, W]; null: states go in as they are
+    const float* norms;      // [S, W]; null: states are not normed
     const bf16* fc;          // [D, S W], in panels
     float* fused;            // [T, D]
     float eps;
     int T, S, W, D;
 };
 
-// One pass; the rows that are finished go on through attention and MLP.
+// One pass; attention and MLP run only for the queries among its rows.
 struct DraftPassCall {
     const DraftWeights* weights;
     const DraftPages* pages;
-    const float* feature;               // [T, D], of `positions`
+    const float* feature;               // [T, D], at `positions`
     const int32_t *slots, *positions;   // [T]
-    const int32_t* ids;                 // [T]: the rows' tokens; null: those that their slots have
-    const int32_t* queries;             // [R] of the rows
-    void* plane;                        // [pages, 64, R + P]: written at the rows' places
-    float *normed, *fed;                // [R, D], neither of which may be `feature`
+    const int32_t* ids;                 // [T]: the rows' tokens; null: those of their slots
+    const int32_t* queries;             // [R]: indices of rows
+    void* plane;                        // [pages, 64, R + P]: latents are written at the rows' places
+    float *normed, *fed;                // [R, D]; must not overlap `feature`
     int kv_type, T, R;                  // kv_type: core/pages.h
 };
 
-// A pass, and a greedy chain of drafts behind each of its queries.
+// A pass, then a greedy chain of drafts for each of its queries.
 struct DraftChainCall {
     const DraftWeights* weights;
     const DraftPages* pages;
     const float* feature;              // [T, D]
     const int32_t *slots, *positions;  // [T]
-    const int32_t* queries;            // [R] of the rows
-    const int32_t* wanted;             // [R]: drafts of each, 1 to k
+    const int32_t* queries;            // [R]: indices of rows
+    const int32_t* wanted;             // [R]: number of drafts for each query, 1 to k
     void* plane;
-    int64_t* drafted;                  // [R, k]: of each query as many as it wants are written
+    int64_t* drafted;                  // [R, k]: for each query the first `wanted` are written
     int kv_type, T, R, k;
 };
 

@@ -1,4 +1,4 @@
-// The inputs of a step whose tokens all decode, gathered from the slots.
+// Gathers the inputs of a step of decode tokens from the slots.
 #include <cstring>
 
 #include "blocks/blocks.h"

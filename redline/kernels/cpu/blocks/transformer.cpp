@@ -1,4 +1,5 @@
-// A model whole: the embedding, all blocks, the last norm; then head and likeliest token where they are asked for.
+// A whole model: the embedding, all blocks, the last norm; then the head and the argmax of logits for the rows that
+// need them.
 #include <vector>
 
 #include "blocks/blocks.h"

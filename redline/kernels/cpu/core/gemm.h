@@ -1,11 +1,11 @@
-// y[m, n] = sum over k of x[m, k] * w[n, k], each output one chain in the order of k.
+// y[m, n] = sum over k of x[m, k] * w[n, k], each output accumulated in the order of k.
 //
-// Weights lie in panels of 32 outputs, two inputs side by side, [N / 32][K / 2][32][2], so that a vector holds a pair of
-// inputs of 16 outputs and a pair of x is broadcast. The chain of an output is the same for 1 row or 1000, which is what
-// makes a row's bits independent of its company (laws 2, 3, 7).
+// Weights are stored in panels of 32 outputs, two inputs side by side, [N / 32][K / 2][32][2], so that a vector holds a
+// pair of inputs of 16 outputs and a pair of x is broadcast. An output is accumulated in the same order for 1 row or
+// 1000, which makes a row's bits independent of the other rows (laws 2, 3, 7).
 //
-// A product is exact (x float32, float32 multiply-adds) or rounded: x to bf16, pairs of products added in float32, which
-// is what tensor cores do, and half of the instructions where a CPU multiplies bf16 pairs.
+// A product is exact (x float32, float32 multiply-adds) or rounded: x is rounded to bf16 and pairs of products are
+// added in float32. Tensor cores do the same, and it halves the instructions on a CPU that multiplies bf16 pairs.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -14,13 +14,13 @@
 #include "vec.h"
 
 constexpr int PANEL = 32;
-constexpr int STEP = 32;  // inputs: every K is a multiple
+constexpr int STEP = 32;  // inputs; every K is a multiple
 
 #if defined(__AVX512BF16__)
 #define REDLINE_BF16_PAIRS 1
 #endif
 
-// Where input k of output i of panel n lies, of K inputs.
+// The index of input k of output i of panel n, for K inputs.
 inline int64_t place_in_panels(int n, int k, int i, int K) {
     return ((int64_t)n * K + k / 2 * 2) * PANEL + 2 * i + k % 2;
 }
@@ -32,14 +32,14 @@ struct Inputs2 {
     Pair even, odd;
 };
 
-// The same of as many outputs as one register holds; a panel has REGISTERS_OF_PANEL of them.
+// The same for as many outputs as one register holds; a panel has REGISTERS_OF_PANEL of these.
 struct Lanes2 {
     lanes even, odd;
 };
 typedef uint32_t lanes_u32 __attribute__((vector_size(sizeof(lanes))));
 constexpr int REGISTERS_OF_PANEL = PANEL / LANES;
 
-// A panel's GROUP: inputs under one scale, where it has scales.
+// GROUP of a panel: the number of inputs that share a scale, if the format has scales.
 
 // One panel of bf16 weights: [K / 2][32][2].
 struct Bf16Panel {
@@ -78,7 +78,7 @@ struct F32Panel {
 // 16 + o, lowest first (o, i), (16 + o, i), (o, 2 + i), (16 + o, 2 + i); scales bf16 [K / 32][32].
 struct Int4Panel {
     static constexpr int GROUP = 32;
-    // By code, as bf16.
+    // The values of codes, as bf16.
     static constexpr uint16_t VALUES[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                             0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
     const uint8_t* codes;
@@ -106,7 +106,7 @@ struct Int4Panel {
     }
 };
 
-// e2m1: what codes of four bits stand for; higher bits are not looked at.
+// The values of e2m1 codes; bits above the lowest four are ignored.
 inline f32x16 e2m1(u32x16 code) {
     const f32x16 values = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                            -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
@@ -114,10 +114,10 @@ inline f32x16 e2m1(u32x16 code) {
 }
 
 #if defined(__AVX512F__)
-constexpr float E2M1_UNIT = 1.0f;  // what the next function's results are multiples of
+constexpr float E2M1_UNIT = 1.0f;  // the unit of e2m1_lanes
 inline lanes e2m1_lanes(lanes_u32 code) { return e2m1(code); }
 #elif defined(__AVX2__)
-// Twice the number in a signed byte, the highest of a word: one shuffle and one conversion.
+// A signed byte, the highest of a word, holds twice the number: this takes one shuffle and one conversion.
 constexpr float E2M1_UNIT = 1.0f / (1 << 25);
 inline f32x8 e2m1_lanes(lanes_u32 code) {
     const __m256i doubled = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
@@ -134,10 +134,10 @@ inline lanes e2m1_lanes(lanes_u32 code) {
 }
 #endif
 
-// One panel of NVFP4: codes as INT4's; scales e4m3 [K / 16][32], and one of the whole matrix.
+// One panel of NVFP4: codes as in INT4; scales e4m3 [K / 16][32], and one scale of the whole matrix.
 struct Nvfp4Panel {
     static constexpr int GROUP = 16;
-    // By code, as bf16.
+    // The values of codes, as bf16.
     static constexpr uint16_t VALUES[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                             0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
     const uint8_t* codes;
@@ -195,7 +195,7 @@ template <int M, int P, class W> inline void tile(const float* x, const W* w, in
 }
 
 #else
-// With 16 registers: at most 12 for sums, so of many rows a panel is taken in parts.
+// With 16 registers: at most 12 hold sums, so for many rows a panel is processed in parts.
 template <int M, int P, class W> inline void tile(const float* x, const W* w, int K, Pair (&acc)[M][P]) {
     constexpr int R = M * P * REGISTERS_OF_PANEL <= 12 ? REGISTERS_OF_PANEL : M <= 3 ? 4 : 2;  // registers at once
     for (int part = 0; part < REGISTERS_OF_PANEL; part += R) {
@@ -226,7 +226,7 @@ template <int M, int P, class W> inline void tile(const float* x, const W* w, in
 }
 #endif
 
-// M rows (packed) against panels [begin, end); out(row, panel, Pair) takes the sums.
+// M rows (packed) times panels [begin, end); calls out(row, panel, Pair) with the sums.
 template <int M, int P, class Panels, class Out>
 inline void sweep(const float* x, int K, const Panels& panels, int begin, int end, Out&& out) {
     int n = begin;
@@ -243,7 +243,7 @@ inline void sweep(const float* x, int K, const Panels& panels, int begin, int en
     }
 }
 
-// Packs rows [m][k] into [k][M]; one row that is not rounded needs no packing.
+// Packs rows [m][k] into [k][M]; a single row that is not rounded needs no packing.
 template <int M, class Row>
 inline const float* pack(const Row& row, int first, int K, bool rounded, std::vector<float>& buffer) {
     if (M == 1 && !rounded) return row(first);
@@ -256,7 +256,6 @@ inline const float* pack(const Row& row, int first, int K, bool rounded, std::ve
     return buffer.data();
 }
 
-// One of the two ways to multiply.
 struct Multiply {
     bool rounded;
     template <int M, int P, class Row, class Panels, class Out>
@@ -330,8 +329,8 @@ template <int M, int P> inline void tile_pairs(const uint32_t* x, const Bf16Pane
         for (int p = 0; p < P; p++) acc[m][p] = {(f32x16)sum[m][p][0], (f32x16)sum[m][p][1]};
 }
 
-// acc[m][p] = M rows by P panels of codes: sums of a group under one scale, then scaled and added. Outputs of a panel by
-// halves where registers are few.
+// acc[m][p] = M rows by P panels of codes: the sums of a group, which shares a scale, are scaled and added. With few
+// registers a panel's outputs are processed in two halves.
 template <int M, int P, int HALVES, int FIRST, class W>
 inline void code_halves(const uint32_t* x, const W* w, int K, Pair (&acc)[M][P]) {
     const __m512i values = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)W::VALUES));
@@ -350,7 +349,7 @@ inline void code_halves(const uint32_t* x, const W* w, int K, Pair (&acc)[M][P])
                 for (int pair = 0; pair < 2; pair++)
 #pragma GCC unroll 2
                     for (int h = 0; h < HALVES; h++) {
-                        // permutexvar reads the low five bits of an index; the values stand there twice.
+                        // permutexvar uses the low five bits of an index; the table has its 16 values twice.
                         __m512i index = (__m512i)(codes >> (8 * pair + 4 * (FIRST + h)));
                         __m512i v = _mm512_permutexvar_epi16(index, values);
 #pragma GCC unroll 12
@@ -428,7 +427,7 @@ inline void by_rows(const Multiply& by, const Row& row, int first, int last, int
 }
 
 #if defined(REDLINE_BF16_PAIRS)
-// row(m) -> const float*, which is rounded, or const uint32_t*: pairs.
+// row(m) -> const float*, which is rounded, or const uint32_t*, which has pairs of bf16.
 template <class Row, class Panels, class Out>
 inline void product_of_pairs(const Row& row, int first, int last, int K, const Panels& panels, int begin, int end,
                              Out&& out) {
@@ -447,7 +446,7 @@ inline void product(const Row& row, int first, int last, int K, const Panels& pa
     by_rows(Multiply{rounded}, row, first, last, K, panels, begin, end, out);
 }
 
-// Splits M rows by N panels into tasks: few rows -> shares of the panels; many -> tiles of 96 rows by 8 panels.
+// Divides M rows by N panels into tasks: few rows -> parts of the panels; many -> tiles of 96 rows by 8 panels.
 struct Grid {
     int rows, panels, row_tasks, panel_tasks;
     Grid(int rows, int panels) : rows(rows), panels(panels) {
@@ -457,7 +456,7 @@ struct Grid {
     }
     int tasks() const { return row_tasks * panel_tasks; }
     Range row_range(int task) const { return share(rows, row_tasks, task / panel_tasks); }
-    // In units of two panels, so that short sweeps keep several chains in flight.
+    // In units of two panels, so that short sweeps have several independent sums.
     Range panel_range(int task) const {
         Range r = share((panels + 1) / 2, panel_tasks, task % panel_tasks);
         return {2 * r.begin, std::min(panels, 2 * r.end)};

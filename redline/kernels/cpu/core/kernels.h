@@ -1,8 +1,8 @@
-// What each kernel takes: one struct, declared here once, which the kernel's file defines and Python reads from here
+// The argument struct of each kernel, declared here once: the kernel's source includes it, and Python parses it
 // (native.py). Arrays are contiguous, in the order of their shapes, unless a stride is given.
 //
-// T tokens, D hidden. A matrix of N outputs and K inputs lies in panels (gemm.h). `rounded`: whether what enters products
-// is rounded to bf16. `plane`: pages of 64 rows of R + P values, in the format `kv_type` (pages.h).
+// T tokens, D hidden. A matrix of N outputs and K inputs is stored in panels (gemm.h). `rounded`: whether the inputs of
+// products are rounded to bf16. `plane`: pages of 64 rows of R + P values, in the format `kv_type` (pages.h).
 #pragma once
 #include <cstdint>
 
@@ -20,7 +20,7 @@ struct LinearCall {
 
 struct AddNormCall {
     float* residual;       // [T, D]: partial is added to it
-    const float* partial;  // [T, D]; null: nothing is added
+    const float* partial;  // [T, D], added to residual; null: residual stays as it is
     const float* w;        // [D]
     float* y;              // [T, D]: the residual, normed
     float eps;
@@ -35,12 +35,12 @@ struct RouteExpertsCall {
     float* weights;     // [T, k]
     int T, D, E, k, normalise;
     float scale;
-    int groups, chosen_groups;  // of E / groups experts; only those of the chosen groups may be chosen
+    int groups, chosen_groups;  // of E / groups experts; only experts of the chosen groups can be selected
 };
 
-// Codes have scales: bf16 of INT4; e4m3 of NVFP4, which also has one float32 for each panel (wholes). What a format does not
-// have is null. k = 0: the shared expert alone, and what belongs to
-// the routed ones may be null.
+// Quantised matrices have scales: bf16 for INT4; e4m3 for NVFP4, which also has one float32 per panel (wholes).
+// Pointers that a format does not use are null. k = 0: only the shared expert; pointers of routed experts may then be
+// null.
 struct MoeCall {
     const float* x;        // [T, D]
     const int32_t* ids;    // [T, k]
@@ -66,7 +66,7 @@ struct MlaQkvCall {
     const bf16* w_q;       // panels over H (Nn + P) outputs
     const float* cos;      // [T, P / 2]
     const float* sin;
-    const int64_t* rows;  // [T]: page * 64 + place, where a token's latent goes
+    const int64_t* rows;  // [T]: page * 64 + place, the row of a token's latent
     void* plane;          // written
     int kv_type;
     float* q;  // [T, H (Nn + P)]
@@ -74,7 +74,7 @@ struct MlaQkvCall {
     int T, D, Rq, R, P, H, Nn;
 };
 
-// Query i is token tokens[i], in slot slots[i], and sees context tokens [skip, lengths[i]), itself the last.
+// Query i is token tokens[i], in slot slots[i]; it sees context tokens [skip, lengths[i]), the last of which is itself.
 struct MlaDecodeCall {
     const float* q;          // [T, H (Nn + P)]
     const int32_t* tokens;   // [Q]
@@ -92,12 +92,12 @@ struct MlaDecodeCall {
     int skip;  // 0 or 1
 };
 
-// Rows [0, count) of q are positions [start, start + count) of one slot, whose pages hold the latents of every position
+// Rows [0, count) of q are positions [start, start + count) of one slot. Its pages hold the latents of all positions
 // below start + count; those below skip are not read.
 struct MlaPrefillCall {
     const float* q;  // [count, H (Nn + P)]
     int start, count;
-    const int32_t* pages;  // the slot's
+    const int32_t* pages;  // of the slot
     const void* plane;
     int kv_type;
     const bf16* w_uk;  // as in MlaDecodeCall
@@ -111,8 +111,8 @@ struct MlaPrefillCall {
 struct BestCall {
     const float* x;   // [R, >= V]
     int64_t ldx;      // from one row of x to the next
-    int64_t* ids;     // [R]: the first of the greatest; a NaN is never the greatest
-    uint8_t* finite;  // [R]: whether all of the row is
+    int64_t* ids;     // [R]: the argmax, the first one if several are equal; a NaN never wins
+    uint8_t* finite;  // [R]: whether all numbers of the row are finite
     int R, V;
 };
 
@@ -123,7 +123,7 @@ struct ChecksumCall {
     u64 seed;
 };
 
-// N rows of `units` pieces of 1, 2 or 4 bytes -> [ceil(N / 32)][units][32]; what rows are short of a panel is 0.
+// N rows of `units` pieces of 1, 2 or 4 bytes -> [ceil(N / 32)][units][32]; the last panel is filled up with 0.
 struct SideBySideCall {
     const void* rows;
     int64_t ld;    // bytes from one row to the next
@@ -131,7 +131,8 @@ struct SideBySideCall {
     int N, units, unit;
 };
 
-// N rows of K codes of 4 bits, the even input's below -> [N / 32][K / 4][16][2][2] (panels.py). N in whole panels, K in fours.
+// N rows of K 4-bit codes, the even input in the low bits -> [N / 32][K / 4][16][2][2] (panels.py). N is a multiple of
+// 32, K of 4.
 struct PackCodesCall {
     const uint8_t* rows;
     int64_t ld;      // bytes from one row to the next
@@ -139,7 +140,7 @@ struct PackCodesCall {
     int N, K;
 };
 
-struct SampleOdds {  // of a row, named as in ops/sample.py
+struct SampleOdds {  // of a row; names as in ops/sample.py
     double u, temperature, top_p, top_k, min_p;
 };
 
@@ -147,19 +148,19 @@ struct SampleCall {
     const float* x;  // [R, >= V]
     int64_t ldx;
     const SampleOdds* odds;  // [R]
-    int64_t* ids;        // [R]; -1 where nothing can be drawn
+    int64_t* ids;        // [R]; -1 if no token can be sampled
     int R, V;
 };
 
-// A rank and all others tell one another `count` floats through memory that they share. Each rank has an epoch there, a
-// word on a cache line of its own, which counts the calls whose words it has written: two rooms in turn are enough,
-// since a rank writes to a room again only after all have arrived at the next call, so have read this one.
+// All-reduce or all-gather of `count` floats through shared memory. Each rank has an epoch there, a word on its own
+// cache line: the number of calls whose words the rank has written. Two rooms, used alternately, are enough: a rank
+// writes to a room again only after all ranks have arrived at the next call, and so have finished reading this one.
 struct AllReduceCall {
     uint32_t* epochs;   // [ranks], 16 words apart
     float* rooms;       // [2][ranks][room]
-    const float* part;  // [count]: this rank's
+    const float* part;  // [count], of this rank
     float* whole;       // width = 0: [count], the sum in the order of ranks; else [count / width][ranks][width]
-    int32_t* missing;   // out: the rank that did not come in time, or -1
+    int32_t* missing;   // out: the rank that did not arrive in time, or -1
     int64_t count, room, width, wait_ns;
     int64_t epoch;      // of this call, from 1
     int rank, ranks;

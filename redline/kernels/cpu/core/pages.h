@@ -1,4 +1,5 @@
-// How pages hold their numbers. Products over float32 pages are exact, over all others they may be rounded to bf16.
+// The number formats of pages. Products with float32 pages are exact; with other formats their inputs may be rounded to
+// bf16.
 #pragma once
 #include "vec.h"
 
@@ -6,7 +7,7 @@ enum KvType { KV_BF16, KV_FLOAT32, KV_E4M3 };  // as mla.py numbers them
 
 inline bool rounds(int kv_type) { return kv_type != KV_FLOAT32; }
 
-// f(plane, of its type)
+// Calls f(plane) with the pointer type of the format.
 template <class F> inline void with_pages(const void* plane, int kv_type, F&& f) {
     if (kv_type == KV_FLOAT32) f((float*)plane);
     else if (kv_type == KV_E4M3) f((e4m3*)plane);

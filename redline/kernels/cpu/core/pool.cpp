@@ -8,10 +8,10 @@
 #endif
 
 namespace {
-// Never destroyed: threads still wait on them while the process exits.
+// Never destroyed: threads still wait on these while the process exits.
 std::mutex& mutex = *new std::mutex;
 std::condition_variable& wake = *new std::condition_variable;
-std::mutex& callers = *new std::mutex;  // one region at a time: two models may run in one process
+std::mutex& callers = *new std::mutex;  // one region at a time, because a process may run two models
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -20,7 +20,7 @@ inline void pause() {
     std::this_thread::yield();
 #endif
 }
-constexpr int SPINS = 4000;  // about 100 us: longer than the gap between two ops of a step
+constexpr int SPINS = 4000;  // about 100 us, which is longer than the gap between two ops of a step
 }  // namespace
 
 Pool& Pool::get() {
@@ -38,7 +38,7 @@ bool Pool::claim_and_run(uint32_t epoch) {
         uint32_t tasks = (s >> 16) & 0xffff, next = s & 0xffff;
         if ((uint32_t)(s >> 32) != epoch || next >= tasks) return false;
         if (!state_.compare_exchange_weak(s, s + 1, std::memory_order_acq_rel)) continue;
-        // The claim succeeded, so the region is still open: the caller waits for this very task.
+        // The claim succeeded, so the region has not ended: its caller waits for this task.
         task_(context_, (int)next);
         done_.fetch_add(1, std::memory_order_release);
     }

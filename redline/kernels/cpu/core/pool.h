@@ -1,7 +1,9 @@
-// A few threads that wait close by: a parallel region costs about a microsecond while they are awake.
+// A thread pool whose threads spin between parallel regions: starting a region costs about a microsecond while they are
+// awake.
 //
-// Work is claimed task by task, so a core that is busy elsewhere only does fewer of them; results never depend on who
-// did what. A thread that has slept through a region finds nothing left to claim, and nobody waits for it.
+// Threads claim one task at a time, so a core that is busy with other processes only runs fewer of them; results never
+// depend on the thread that ran a task. A thread that slept through a region finds no task left, and the caller does
+// not wait for it.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -26,7 +28,7 @@ private:
     void* context_ = nullptr;
 };
 
-// f(index) for index in [0, tasks), on all threads; returns when every one has run.
+// Calls f(index) for index in [0, tasks), on all threads; returns when all calls have returned.
 template <class F> inline void parallel(int tasks, F&& f) {
     if (tasks <= 1 || Pool::get().threads() == 1) {
         for (int i = 0; i < tasks; i++) f(i);
@@ -35,7 +37,7 @@ template <class F> inline void parallel(int tasks, F&& f) {
     Pool::get().run(tasks, [](void* c, int i) { (*static_cast<std::remove_reference_t<F>*>(c))(i); }, (void*)&f);
 }
 
-// Contiguous share `index` of `tasks` of [0, n).
+// The contiguous part `index` of [0, n), which is divided into `tasks` parts.
 struct Range {
     int begin, end;
 };

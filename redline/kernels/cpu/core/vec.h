@@ -1,6 +1,6 @@
-// Sixteen floats at a time, in GCC's vector extension: one source for AVX-512, AVX2 and anything else.
+// Vectors of sixteen floats, in GCC's vector extension: one source for AVX-512, AVX2 and other instruction sets.
 //
-// Nothing here depends on how many rows, chunks or threads there are: a reduction has one order, written down.
+// No result depends on the number of rows, chunks or threads: each reduction has one fixed order.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -18,10 +18,11 @@ struct Pair {
     f32x16 a, b;
 };
 
-// As many floats as one register holds. Wider vectors live in memory where a loop sums into many of them.
+// As many floats as one register holds. A compiler keeps wider vectors in memory if a loop accumulates into many of
+// them.
 #if defined(__AVX512F__)
 typedef f32x16 lanes;
-constexpr int SUMS = 24;  // registers for sums, beside what they are made of
+constexpr int SUMS = 24;  // registers for sums; the others hold operands
 #elif defined(__AVX__)
 typedef f32x8 lanes;
 constexpr int SUMS = 8;
@@ -29,9 +30,8 @@ constexpr int SUMS = 8;
 typedef f32x4 lanes;
 constexpr int SUMS = 8;
 #endif
-constexpr int LANES = sizeof(lanes) / sizeof(float), REGISTERS = 16 / LANES;  // of 16 floats
+constexpr int LANES = sizeof(lanes) / sizeof(float), REGISTERS = 16 / LANES;  // that hold 16 floats
 
-// Sixteen floats.
 struct Sixteen {
     lanes r[REGISTERS];
 };
@@ -48,7 +48,7 @@ template <class V = f32x16> inline V splat(float x) { return x - V{}; }
 
 template <class V> inline V vmax(V a, V b) { return a > b ? a : b; }
 
-// ((l + l+8) + ...+4) + ...: a fixed tree.
+// A fixed tree: lanes l and l + 8, then + 4, then + 2, then + 1.
 inline float sum(f32x4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 
 inline float sum(f32x8 v) { return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7)); }
@@ -63,7 +63,7 @@ inline float sum(const Sixteen& v) {
     else return sum((v.r[0] + v.r[2]) + (v.r[1] + v.r[3]));
 }
 
-// The sums of four, each as `sum` has it.
+// The sums of four vectors, each in the order of `sum`.
 inline f32x4 sum4(f32x16 v, f32x16 w, f32x16 x, f32x16 y) {
     auto half = [](f32x16 p, f32x16 q) {  // 8 numbers of each
         return __builtin_shufflevector(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
@@ -90,7 +90,7 @@ inline float largest(f32x16 v) {
     return largest(vmax(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
 }
 
-// e^x, within 2 units in the last place; exactly 0 below -87, so that a masked score adds nothing.
+// e^x, with an error of at most 2 units in the last place; exactly 0 below -87, so that a masked score adds nothing.
 // Cody-Waite reduction and the degree-5 polynomial of Cephes' expf.
 template <class V> inline V vexp(V x) {
     typedef int32_t I __attribute__((vector_size(sizeof(V))));
@@ -152,17 +152,17 @@ inline Pair widen32(const bf16* p) {
     return {half(p), half(p + 16)};
 }
 
-// Four bits of exponent and three of mantissa, no infinity; all ones are NaN.
+// Four exponent bits, three mantissa bits, no infinity; all ones are NaN.
 struct e4m3 {
     uint8_t bits;
 };
 
-// To nearest even, as torch does; saturating.
+// Round to nearest even, as torch does; saturating.
 inline void from_float(float x, e4m3& y) {
     uint32_t u;
     memcpy(&u, &x, 4);
     const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff, most = 0x43e00000;  // 448
-    float least;  // below the normal numbers steps are of 2^-9, as a float's above 2^14 are
+    float least;  // below the normal numbers steps are 2^-9, as a float's steps are from 2^14 on
     memcpy(&least, &size, 4);
     least += 16384.0f;
     uint32_t small;
@@ -187,9 +187,9 @@ inline float to_float(e4m3 x) {
 
 typedef uint16_t u16x32 __attribute__((vector_size(64)));
 
-// 32 values as bf16, exact but for NaN, which becomes 480.
+// 32 values as bf16, exact except for NaN, which becomes 480.
 inline u16x32 widen_to_bf16(const e4m3* p) {
-    // Below the normal numbers: multiples of 2^-9.
+    // Numbers below the normal range: multiples of 2^-9.
     const u16x32 small = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 #if defined(__AVX512BW__)
     __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));  // the sign in all higher bits
@@ -206,12 +206,12 @@ inline u16x32 widen_to_bf16(const e4m3* p) {
 #endif
 }
 
-// As many values as one register holds floats, exact; NaN becomes 480.
+// As many values as one register holds floats, exact except for NaN, which becomes 480.
 inline lanes widen_lanes(const e4m3* p) {
 #if defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
     __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));  // the sign in all higher bits
     __m128i bits = _mm_or_si128(_mm_and_si128(x, _mm_set1_epi16((short)0x8000)), _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(0x3f80)));
-    return (lanes)_mm256_cvtph_ps(bits) * 256.0f;  // an f16 of these bits is the number times 2^-8
+    return (lanes)_mm256_cvtph_ps(bits) * 256.0f;  // the f16 with these bits is the number times 2^-8
 #else
     lanes v;
     for (int i = 0; i < LANES; i++) v[i] = to_float(p[i]);
@@ -219,7 +219,7 @@ inline lanes widen_lanes(const e4m3* p) {
 #endif
 }
 
-// Whether any of n values, a multiple of 32, is NaN: vectors of e4m3 lose it as they widen.
+// Whether any of n values, a multiple of 32, is NaN, which is lost when vectors of e4m3 are widened.
 inline bool has_nan(const e4m3* p, int n) {
     typedef uint8_t u8x32 __attribute__((vector_size(32)));
     u8x32 most = {};
@@ -232,11 +232,11 @@ inline bool has_nan(const e4m3* p, int n) {
     return false;
 }
 
-template <class KV> inline bool has_nan(const KV*, int) { return false; }  // it goes its own way
+template <class KV> inline bool has_nan(const KV*, int) { return false; }  // widening keeps their NaN
 
-// 32 stored values come apart in two halves: of bf16 and e4m3 the even and the odd elements, which costs a shift and a
-// mask; of float32 the first 16 and the last. place(i) says where element i of 32 ends up: half place / 16, number
-// place % 16. Values are those of `half` times `unit`, a power of two.
+// Widens one half (0 or 1) of 32 stored values: for bf16 and e4m3 the even or the odd elements, which costs a shift and
+// a mask; for float32 the first or the last 16. place(i) is the position of element i of 32: half place / 16, number
+// place % 16. Results must be multiplied by `unit`, a power of two.
 template <int H> inline Sixteen half(const bf16* p) {
     typedef uint32_t u32 __attribute__((vector_size(sizeof(lanes))));
     Sixteen v;
@@ -253,7 +253,7 @@ template <int H> inline Sixteen half(const float* p) {
     return v;
 }
 
-// As f16 with the same bits, which is the number times 2^-8.
+// Converts as f16 with the same bits, which is the number times 2^-8.
 template <int H> inline Sixteen half(const e4m3* p) {
     Sixteen v;
 #if defined(__F16C__) && defined(__AVX2__)

@@ -1,4 +1,4 @@
-// Whether the ops of a thread are watched.
+// Sets whether the ops of a thread are recorded.
 #include "core/watch.h"
 
 __thread WatchCall redline_watching = {};

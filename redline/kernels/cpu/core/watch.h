@@ -1,19 +1,19 @@
-// Who watches: the ops of a thread are written down with their times, for a trace. Where nobody does, an op pays one look.
+// Records the ops of a thread with their times, for a trace. Without a trace an op only checks a pointer.
 #pragma once
 #include <chrono>
 #include <cstdint>
 
 struct WatchCall {
-    int64_t* times;  // [room, 3]: address of an op's name, and its begin and end in ns of the monotonic clock; null: nobody
-    int64_t* count;  // how many have been written, and how many have found no room
+    int64_t* times;  // [room, 3]: an op's name (address), begin and end in ns of the monotonic clock; null: no trace
+    int64_t* count;  // [2]: recorded ops, and ops for which there was no room
     int64_t room;
 };
 
-extern "C" void redline_watch(const WatchCall& call);  // the ops of the calling thread, until it is called again
+extern "C" void redline_watch(const WatchCall& call);  // sets it for the calling thread, until the next call
 
 extern __thread WatchCall redline_watching;
 
-// One op, from here to the end of the block.
+// Records one op, from the construction of this object to the end of its scope.
 class OpSpan {
 public:
     explicit OpSpan(const char* name) : name_(name), began_(redline_watching.times ? now() : 0) {}

@@ -1,24 +1,27 @@
-// What the blocks of several ranks, each on a chip of its own, tell one another: words of float32 partial sums.
+// Communication among the thread blocks of several ranks, each on its own GPU: words of float32 partial sums.
 //
-// Every rank has an inbox, which all others can write: [site][source rank][room words]. A thread sends its word to the
-// same place of every other rank's inbox, under its own rank, and reads what the others have sent to its own. A word that
-// nobody has sent is minus zero, which no sum is sent as; whoever has read a word makes it unsent again. There are no
-// flags, no counters, and no fence: a word is its own sign that it has come.
+// Every rank has an inbox that all other ranks can write: [site][source rank][room words]. A thread stores its word at
+// the same place of every other rank's inbox, in the section of its own rank, and reads from its own inbox what the
+// others have sent. Minus zero marks a word that has not been sent; a sum that is minus zero is sent as plus zero. The
+// reader of a word resets it to minus zero. No flags, counters or fences are needed, because a word itself shows
+// whether it has arrived.
 //
-// Two sites, used in turn, are enough. A rank sends to a site again only after it has read, at the other site, what every
-// rank sent there later; and a rank sends that only once the grid that read the first site has ended (a kernel sends
-// behind `wait_for_previous_grid`), so its words there are unsent again.
+// Two sites, used alternately, are enough. A rank sends to a site again only after it has read, at the other site, what
+// every rank sent there later; and a rank sends that only after the grid that read the first site has ended (a kernel
+// sends after `wait_for_previous_grid`), so that rank has reset its words at the first site.
 //
-// Many words go in two shots (SHOTS 2): to the one rank that owns their place, which adds them up and sends all others
-// the sum. That is two ways instead of one, and 2 (RANKS - 1) / RANKS words a place that leave a rank, not RANKS - 1. No
-// room is needed for it: at a place nobody but its owner is sent parts, and nobody but its owner sends sums. And two sites
-// are still enough: the owner sends the sum that a rank reads after it has read what every rank sent.
+// Large messages use a two-shot all-reduce (SHOTS 2): each rank sends its part to the one rank that owns the place,
+// which adds the parts and sends the sum to all others. That is two network latencies instead of one, and a rank sends
+// 2 (RANKS - 1) / RANKS words per place instead of RANKS - 1. It needs no further room: at each place only the owner
+// receives parts, and only the owner sends sums. Two sites are still enough, because the owner sends the sum that a
+// rank reads after it has read the parts of all ranks.
 //
-// The wait is bounded: a rank whose words do not come within control[0] nanoseconds is written to control[1], plus one,
-// and from then on nobody waits: what is read is NaN. A sum is waited for twice as long, since its owner waits itself:
-// who is named is who has sent nothing, not who waits for it.
+// The wait is bounded. If a rank's words do not arrive within control[0] nanoseconds, rank + 1 is written to
+// control[1]; from then on no thread waits, and missing words are read as NaN. The timeout of a sum is twice as long,
+// because its owner itself waits for parts: so control[1] names the rank that has sent nothing, not a rank that waits
+// for it.
 //
-// Macros: RANKS; SHOTS, 1 unless it is given.
+// Macros: RANKS; SHOTS, by default 1.
 #pragma once
 #include "core.cuh"
 
@@ -35,24 +38,24 @@ constexpr u32 LOST = 0x7fffffff;
 #ifdef REDLINE_EMULATE
 constexpr u32 TRIES = 16;
 #else
-constexpr u32 TRIES = 4096;  // of a read, between two looks at the clock
+constexpr u32 TRIES = 4096;  // failed reads between two checks of the clock
 #endif
 
 struct Ranks {
-    u32* inbox[RANKS];  // of this site, as this chip sees them
+    u32* inbox[RANKS];  // the inboxes at this site, by their addresses on this GPU
     u32* mine;
     u64* control;
     u32 rank, room;
 };
 
-// A launch has the inboxes' addresses among its arguments, `inbox_0` to `inbox_7`: nothing has to be loaded to find them.
-// `first`: of the site's words in an inbox.
+// A launch has the inboxes' addresses among its arguments, `inbox_0` to `inbox_7`, so no load is needed to find them.
+// `first`: index of the site's first word in an inbox.
 template <class Launch>
 FN Ranks ranks_of(const Launch& a, u64 first) {
     const u64 inboxes[8] = {a.inbox_0, a.inbox_1, a.inbox_2, a.inbox_3, a.inbox_4, a.inbox_5, a.inbox_6, a.inbox_7};
     Ranks r;
     r.control = a.control, r.rank = a.rank, r.room = a.room;
-    u64 mine = 0;  // chosen by its bits: the compiler makes an array in memory of a choice by number
+    u64 mine = 0;  // selected with a bit mask: for an array index the compiler would put the array into local memory
 #pragma unroll
     for (u32 i = 0; i < RANKS; i++) r.inbox[i] = (u32*)inboxes[i] + first, mine |= inboxes[i] & (0 - (u64)(i == a.rank));
     r.mine = (u32*)mine + first;
@@ -67,7 +70,7 @@ FN void fill_words(u32& v, u32 with) { v = with; }
 FN void fill_words(u32x2& v, u32 with) { v = {with, with}; }
 FN void fill_words(u32x4& v, u32 with) { v = {with, with, with, with}; }
 
-// To this place of one other rank's inbox.
+// Stores to this place of one other rank's inbox.
 template <class Words>
 FN void send_to(const Ranks& r, u32 to, u32 place, Words v) {
     v = sent(v);
@@ -77,7 +80,7 @@ FN void send_to(const Ranks& r, u32 to, u32 place, Words v) {
     }
 }
 
-// To this place of every other rank's inbox.
+// Stores to this place of every other rank's inbox.
 template <class Words>
 FN void send(const Ranks& r, u32 place, Words v) {
     v = sent(v);
@@ -87,7 +90,7 @@ FN void send(const Ranks& r, u32 place, Words v) {
     }
 }
 
-// patience: how many times control[0] may pass.
+// Whether `source` has timed out. patience: the timeout as a multiple of control[0]. since: when the wait began, or 0.
 FN bool is_lost(const Ranks& r, u32 source, u64& since, u32 patience = 1) {
     u64 now = nanoseconds();
     if (since == 0) since = now;
@@ -97,8 +100,8 @@ FN bool is_lost(const Ranks& r, u32 source, u64& since, u32 patience = 1) {
     return true;
 }
 
-// What all other ranks have sent to `count` of these places: came[n][source]. All of it is asked for at once, and what has
-// not come again; then it is unsent again.
+// The words that all other ranks have sent to the first `count` of these places: came[n][source]. All loads are issued
+// at once, and repeated until every word has arrived; then all words are reset to unsent.
 template <u32 PLACES, class Words>
 FN void receive(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&came)[PLACES][RANKS]) {
     u64 since = 0;
@@ -133,7 +136,7 @@ FN void receive(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&
             if (n < count && i != r.rank) store_system(r.mine + (u64)i * r.room + places[n], none);
 }
 
-// What one rank has sent to `count` of these places. patience: as `is_lost` has it.
+// The words that one rank has sent to the first `count` of these places. patience: see `is_lost`.
 template <u32 PLACES, class Words>
 FN void receive_from(const Ranks& r, u32 source, const u32 (&places)[PLACES], u32 count, Words (&came)[PLACES], u32 patience) {
     u32* from = r.mine + (u64)source * r.room;
@@ -173,15 +176,16 @@ FN u32x4 add_words(u32x4 a, u32x4 b) {
     return {add_words(a.x, b.x), add_words(a.y, b.y), add_words(a.z, b.z), add_words(a.w, b.w)};
 }
 
-// A rank's part of a sum, to whoever adds it up. owner: of the place, the same on all ranks; what it is matters for SHOTS 2.
+// Sends this rank's part of a sum to the ranks that add it up. owner: the rank that owns the place, the same on all
+// ranks; only SHOTS 2 uses it.
 template <class Words>
 FN void send_part(const Ranks& r, u32 owner, u32 place, Words v) {
     if (SHOTS == 1) send(r, place, v);
     else if (owner != r.rank) send_to(r, owner, place, v);
 }
 
-// The sums of the parts that all ranks have sent to `count` of these places, this rank's `words` among them, in the order
-// of ranks: the same bits on all.
+// The sums over all ranks at the first `count` of these places; `words` has this rank's parts and receives the sums.
+// They are added in the order of ranks, so all ranks get the same bits.
 template <u32 PLACES, class Words>
 FN void all_reduce_words(const Ranks& r, u32 owner, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
     if (SHOTS == 2 && owner != r.rank) return receive_from(r, owner, places, count, words, 2);

@@ -1,7 +1,7 @@
-// BF16 records times up to eight tokens at once, for experts_up: what int4_chains.cuh is to INT4.
+// BF16 records times up to eight tokens at once, for experts_up: the BF16 counterpart of int4_chains.cuh.
 //
-// Nothing to unpack and no scales, so one chain of products carries everything; x stays as it came, and its norm meets the
-// sums.
+// Weights need no unpacking and have no scales, so one chain of MMAs accumulates all groups. x is not normalised; the
+// factor of the RMS norm is applied to the sums.
 #pragma once
 #include "chains.cuh"
 
@@ -10,7 +10,7 @@ struct Fragments {
     u32 x[GROUPS][4];
 };
 
-constexpr u32 LANE_INPUTS = 8;  // that lie side by side
+constexpr u32 LANE_INPUTS = 8;  // consecutive inputs of a lane
 
 template <u32 TOKENS>
 FN void load_group(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) { load_eight<TOKENS>(x, at, real, i, place); }

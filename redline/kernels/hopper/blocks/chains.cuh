@@ -1,10 +1,11 @@
-// What the chains of all formats have in common: where a token's x is among the eight columns of a product.
+// Shared by the chains of all formats: the placement of a token's x in the eight columns of an MMA.
 //
-// With 8 / TOKENS columns to a token, group i of its x is in column i % (8 / TOKENS) of them, and zero is in the others.
+// Each token has 8 / TOKENS columns; group i of its x is in column i % (8 / TOKENS) of these, and the others are zero.
 #pragma once
 #include "core.cuh"
 
-// This lane's eight inputs of group i of 32, if they are `real` and belong to its column, the token's number `place`.
+// This lane's eight inputs of group i of 32, if they exist (`real`) and the lane's column among the token's columns
+// (`place`) is the group's.
 template <u32 TOKENS>
 FN void load_eight(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) {
     if (real && i % (8 / TOKENS) == place) {
@@ -13,8 +14,8 @@ FN void load_eight(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) {
     }
 }
 
-// Adds up the columns of a token. Afterwards, as after a product of eight tokens: c0, c1 are row g and c2, c3 row g + 8
-// of tokens 2t and 2t + 1, where those are below TOKENS; for one token, c0 and c2 in every lane.
+// Adds the columns of a token. Afterwards, as after an MMA of eight tokens: c0, c1 are row g and c2, c3 row g + 8 of
+// tokens 2t and 2t + 1, if those are below TOKENS; for one token, c0 and c2 in every lane.
 template <u32 TOKENS>
 FN void fold(float (&c)[4]) {
     if constexpr (TOKENS == 1) {

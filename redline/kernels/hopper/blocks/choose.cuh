@@ -1,11 +1,11 @@
-// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 threads,
-// or by several, of which the last to end makes the lists.
+// Selects each token's experts, and builds the lists that the expert kernels read (choose_experts.py). Runs in one
+// thread block of 512 threads, or in several, of which the last to finish builds the lists.
 //
-// A warp to a token, then a thread to an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T, CHOSEN] or
-// null; ids and shares [T, CHOSEN], pair_token, pair_weight, origin, slot_expert, slot_first and count to write; tokens,
-// slots, normalise, scale. Its Logits give the logit of (token, expert), wherever it lies.
+// First a warp handles a token, then a thread an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T,
+// CHOSEN] or null; the outputs ids and shares [T, CHOSEN], pair_token, pair_weight, origin, slot_expert, slot_first and
+// count; tokens, slots, normalise, scale. Its Logits return the logit of (token, expert).
 //
-// Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS), MOST_TOKENS that there is room for.
+// Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS), MOST_TOKENS (the capacity in tokens).
 #pragma once
 #include "running_sum.cuh"
 
@@ -13,8 +13,8 @@ constexpr u32 PER_LANE = (EXPERTS + 31) / 32;
 constexpr u32 SLOT_PAIRS = 8;
 constexpr u32 MOST_PAIRS = MOST_TOKENS * CHOSEN, WORDS = (MOST_TOKENS + 31) / 32;
 
-// Of a room in shared memory.
-constexpr u32 TAKERS_AT = 0;                                // [EXPERTS][WORDS] u32: bit t, token t takes this expert
+// Byte offsets in the shared memory at `room`.
+constexpr u32 TAKERS_AT = 0;                                // [EXPERTS][WORDS] u32: bit t: token t chose this expert
 constexpr u32 FIRST_AT = TAKERS_AT + EXPERTS * WORDS * 4;   // [EXPERTS] u32: an expert's first pair
 constexpr u32 CHOICE_AT = FIRST_AT + EXPERTS * 4;           // [T * K] u32
 constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;        // [T * K] f32
@@ -23,13 +23,13 @@ constexpr u32 CHOOSING_BYTES = TOTALS_AT + THREADS / 32 * 4;
 
 FN u32 takers_at(u32 room, u32 expert) { return room + TAKERS_AT + 4 * WORDS * expert; }
 
-// Larger floats have larger keys; none is 0, which stands for what is taken or does not exist.
+// Larger floats have larger keys. No float has key 0, which marks experts that are already chosen or do not exist.
 FN u32 sort_key(float v) {
     u32 bits = as_u32(v);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// Lane i's choice, best first, ties to the lower id; 0 in lanes from CHOSEN on.
+// Lane i gets the id of the i-th best expert, ties to the lower id; 0 in lanes from CHOSEN on.
 template <class Arguments, class Logits>
 FN u32 best_experts(const Arguments& a, const Logits& logits, u32 token) {
     u32 lane = lane_index(), choice = 0, key[PER_LANE];
@@ -62,13 +62,13 @@ FN u32 best_experts(const Arguments& a, const Logits& logits, u32 token) {
 
 struct Choice { u32 id; float weight; };
 
-// By a warp: a token's experts and shares. Forced ids take the place of the best, which are looked for all the same, so that
-// a measurement has the work that serving has. -> lane i's, of the i-th best.
+// Called by a warp: a token's experts and weights; lane i returns the i-th best. Forced ids replace the best ones,
+// which are computed all the same, so that a measurement does the same work as serving.
 template <class Arguments, class Logits>
 FN Choice choose_for(const Arguments& a, const Logits& logits, u32 token) {
     u32 lane = lane_index(), place = token * CHOSEN + lane;
     bool given = a.forced && lane < CHOSEN;
-    u32 forced = given ? load_global(a.forced + place) : 0;  // on its way while the best are looked for
+    u32 forced = given ? load_global(a.forced + place) : 0;  // the load is in flight during the selection
     u32 id = best_experts(a, logits, token);
     if (given) id = forced;
     float weight = lane < CHOSEN ? sigmoid(logits(token, id)) : 0.f;
@@ -88,14 +88,14 @@ FN void take(u32 room, u32 place, Choice choice) {
     store_shared(room + CHOICE_AT + 4 * place, choice.id);
     store_shared_f32(room + SHARE_AT + 4 * place, choice.weight);
     u32 token = place / CHOSEN;
-    add_shared(takers_at(room, choice.id) + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
+    add_shared(takers_at(room, choice.id) + 4 * (token / 32), 1u << token % 32);  // a token has an expert at most once
 }
 
-// The lists, from what each token has taken.
+// Builds the lists from the bit masks of all experts.
 template <class Arguments>
 FN void list_pairs(const Arguments& a, u32 room) {
     u32 thread = thread_index(), pairs = a.tokens * CHOSEN, mine = 0;
-    // Thread e has expert e. Pairs in the low half of a word, slots in the high half: one sum for both.
+    // Thread e has expert e. One prefix sum counts both: pairs in the low half of a word, slots in the high half.
     if (thread < EXPERTS)
 #pragma unroll
         for (u32 i = 0; i < WORDS; i++) mine += count_bits(load_shared(takers_at(room, thread) + 4 * i));
@@ -116,7 +116,7 @@ FN void list_pairs(const Arguments& a, u32 room) {
     sync_block();
     for (u32 i = thread; i < pairs; i += THREADS) {
         u32 token = i / CHOSEN, id = load_shared(room + CHOICE_AT + 4 * i), pair = load_shared(room + FIRST_AT + 4 * id);
-        u32 takers = takers_at(room, id), lower = (1u << token % 32) - 1;  // those of its own word that come before it
+        u32 takers = takers_at(room, id), lower = (1u << token % 32) - 1;  // earlier tokens of its word
 #pragma unroll
         for (u32 w = 0; w < WORDS; w++) {
             u32 before = w < token / 32 ? ~0u : w == token / 32 ? lower : 0;
@@ -128,7 +128,7 @@ FN void list_pairs(const Arguments& a, u32 room) {
     }
 }
 
-// By all threads of the one block.
+// Called by all threads of a grid with one thread block.
 template <class Arguments, class Logits>
 FN void choose(const Arguments& a, const Logits& logits, u32 room) {
     clear_takers(room);
@@ -141,7 +141,7 @@ FN void choose(const Arguments& a, const Logits& logits, u32 room) {
     list_pairs(a, room);
 }
 
-// By all threads of several blocks. done: a counter, zero before and afterwards.
+// Called by all threads of a grid with several thread blocks. done: a counter, zero before and afterwards.
 template <class Arguments, class Logits>
 FN void choose_together(const Arguments& a, const Logits& logits, u32 room, int* done) {
     u32 token = block_index() * (THREADS / 32) + warp_index(), pairs = a.tokens * CHOSEN;

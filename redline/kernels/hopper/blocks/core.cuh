@@ -1,9 +1,9 @@
-// Building blocks of the CUDA kernels: asynchronous copies into shared memory, fragments, conversions.
+// Building blocks of the CUDA kernels: asynchronous copies into shared memory, MMA fragments, conversions.
 //
-// Everything that needs the chip's own instructions is here and nowhere else, each beside what `emulate.h` does in its
-// place, so that a kernel's source also runs on a CPU, thread by thread, in the tests. No header of CUDA is included.
+// All inline PTX and CUDA intrinsics are in this file and wgmma*.cuh; `emulate.h` defines the same functions in C++, so
+// that tests run a kernel's source on a CPU, thread by thread. No CUDA header is included.
 //
-// Shared memory is addressed by 32-bit byte offsets, as the chip does it. A kernel takes one struct by value.
+// Shared memory is addressed by 32-bit byte offsets, as in PTX. A kernel's argument is one struct, passed by value.
 #pragma once
 
 typedef unsigned char u8;
@@ -29,7 +29,8 @@ FN u32 block_index() { return blockIdx.x; }
 FN u32 block_index_y() { return blockIdx.y; }
 FN u32 grid_size() { return gridDim.x; }
 
-// v, of unknown origin: what follows from it is worked out where it is used, not once and then kept in registers.
+// Returns v, hidden from the optimiser: values derived from it are recomputed where they are used instead of being kept
+// in registers.
 FN u32 forget(u32 v) {
     ASM("" : "+r"(v));
     return v;
@@ -68,14 +69,15 @@ FN void store_shared_2(u32 at, u32x2 v) { ASM("st.shared.v2.u32 [%0], {%1,%2};" 
 FN void store_shared_4(u32 at, u32x4 v) {
     ASM("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-// The value before. Orders this thread's reads before it, and whoever sees the sum after it.
+// Returns the old value. Orders this thread's earlier reads before the addition, and later reads of a thread that sees
+// the sum after it.
 FN u32 add_shared(u32 at, u32 v) {
     u32 old;
     ASM("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(at), "r"(v) : "memory");
     return old;
 }
 
-// ---- global memory. Loads are never through the read-only cache: the grid before may still be writing.
+// ---- global memory. No load uses the read-only cache (ld.global.nc): the previous grid may still be writing.
 
 FN u32x4 load_global_4(const void* at) {
     u32x4 v;
@@ -92,7 +94,7 @@ FN u32 load_global(const void* at) {
     ASM("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
-// Of what a grid wrote that has ended, but not with this grid's own wait: past what this SM may remember of the address.
+// Reads what a grid before the previous one wrote, for which this grid did not itself wait: bypasses the SM's L1 cache.
 FN u32 load_global_fresh(const void* at) {
     u32 v;
     ASM("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
@@ -117,16 +119,16 @@ FN void store_global_fresh(void* at, u32 v) { ASM("st.relaxed.gpu.global.u32 [%0
 FN void store_global_u16(void* at, u16 v) { ASM("st.global.u16 [%0], %1;" ::"l"(at), "h"(v) : "memory"); }
 FN void store_global_u8(void* at, u8 v) { ASM("st.global.u8 [%0], %1;" ::"l"(at), "r"((u32)v) : "memory"); }
 FN void store_global_f32(void* at, float v) { ASM("st.global.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory"); }
-// After this thread's writes to global memory, before what lets others read them.
+// A GPU-wide fence: after this thread's writes to global memory, before the write that lets other threads read them.
 FN void show_all() { ASM("fence.acq_rel.gpu;" ::: "memory"); }
-// The value before; of all blocks of the grid.
+// Returns the old value. Atomic among all thread blocks of the grid.
 FN u32 add_global(void* at, u32 v) {
     u32 old;
     ASM("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(at), "r"(v) : "memory");
     return old;
 }
 
-// ---- memory that several chips write, or a chip and the host: past what any of them may remember of an address
+// ---- memory that several GPUs, or a GPU and the host, write: system scope, bypasses all caches that might be stale
 
 FN void load_system(const void* at, u32& v) { ASM("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory"); }
 FN void load_system(const void* at, u32x2& v) {
@@ -148,17 +150,18 @@ FN u64 load_system_64(const void* at) {
     return v;
 }
 FN void store_system_64(void* at, u64 v) { ASM("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
-FN u64 nanoseconds() {  // since some time that all blocks share
+FN u64 nanoseconds() {  // since an epoch common to all thread blocks
     u64 v;
     ASM("mov.u64 %0, %%globaltimer;" : "=l"(v));
     return v;
 }
 FN void wait_a_little() {}
 
-// ---- bulk copies. A barrier has one arrival, that of `barrier_expect`, and completes when the bytes are there.
+// ---- bulk copies. An mbarrier expects one arrival, that of `barrier_expect`, and completes when all bytes have
+// arrived.
 
 FN void barrier_init(u32 barrier) { ASM("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-// After the last `barrier_init`, by the thread that made them, before a block barrier.
+// After the last `barrier_init`, by the thread that called them, before a block-wide barrier.
 FN void barrier_init_done() {
     ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
     ASM("fence.proxy.async.shared::cta;" ::: "memory");
@@ -177,7 +180,7 @@ FN void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
         "r"(barrier)
         : "memory");
 }
-// The same for what is read once in a step: the cache gives it up first.
+// The same for data that a step reads once: L2 evicts it first.
 FN u64 read_once() {
     u64 policy;
     ASM("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -189,18 +192,20 @@ FN void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) 
         : "memory");
 }
 
-// After this thread's own writes to shared memory, before a bulk copy into the same place (behind a barrier among threads).
+// After this thread's own writes to shared memory and before a bulk copy into the same place (a barrier among the
+// threads must come between).
 FN void writes_before_copies() { ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- copies of 16 bytes, each thread's own: after `copies_wait` they are there for it, after a block barrier then for all.
+// ---- 16-byte copies of one thread: after `copies_wait` the thread itself can read them, after a block-wide barrier
+// all threads.
 
-// Zeros in place of what is not `real`, which is not read.
+// If not `real`, writes zeros and reads nothing.
 FN void copy_async(u32 to, const void* from, bool real) {
     ASM("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
 // Ends a group of copies.
 FN void copies_commit() { ASM("cp.async.commit_group;" ::: "memory"); }
-// All of this thread's groups but the last `LEFT`.
+// Waits for all of this thread's groups except the last `LEFT`.
 template <u32 LEFT>
 FN void copies_wait() {
     ASM("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
@@ -211,7 +216,7 @@ FN void copies_wait() {
 FN void let_next_grid_start() { ASM("griddepcontrol.launch_dependents;" ::: "memory"); }
 FN void wait_for_previous_grid() { ASM("griddepcontrol.wait;" ::: "memory"); }
 
-// ---- among threads
+// ---- synchronisation and exchange among threads
 
 FN void sync_block() { ASM("bar.sync 0;" ::: "memory"); }
 FN void sync_warp() { __syncwarp(); }
@@ -223,8 +228,8 @@ FN u32 warp_ballot(bool v) { return __ballot_sync(~0u, v); }
 FN u32 warp_max(u32 v) { return __reduce_max_sync(~0u, v); }
 FN u32 count_bits(u32 v) { return __popc(v); }
 
-// ---- products: c[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4g + t: a0 (g, 2t..), a1 (g + 8, 2t..), a2 (g, 2t + 8..),
-// a3 (g + 8, 2t + 8..); b0 (2t.., g), b1 (2t + 8.., g); c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// ---- MMA: c[16 x 8] += a[16 x 16] b[16 x 8]. Lane 4g + t: a0 (g, 2t..), a1 (g + 8, 2t..), a2 (g, 2t + 8..), a3 (g +
+// 8, 2t + 8..); b0 (2t.., g), b1 (2t + 8.., g); c (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 
 FN void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -255,7 +260,7 @@ FN u32x4 load_tiles_transposed(u32 row) {
     return v;
 }
 
-// ---- numbers
+// ---- arithmetic and conversions
 
 FN float as_float(u32 v) { return __uint_as_float(v); }
 FN u32 as_u32(float v) { return __float_as_uint(v); }
@@ -297,8 +302,9 @@ FN u32 widen_e4m3(u16 v) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(v));
     return both;
 }
-// Two of four int8, the first or the second ones, as bf16, exactly: 0x43ss is 128 + the low seven bits, and, where the sign
-// is set, has 128 in its exponent; without them it is what is too much.
+// The first two or (SECOND) the last two of four int8 as bf16, exactly. 0x43ss without bit 7 is 128 + the low seven
+// bits of the int8 ss; 0x43ss without those seven bits is 128, or 256 if ss is negative, since its sign bit is the
+// lowest bit of the exponent. The difference is ss.
 template <u32 SECOND>
 FN u32 widen_s8(u32 w) {
     u32 v, difference;
@@ -333,12 +339,12 @@ FN float exp_exact(float x) { return expf(x); }
 FN float cos_exact(float x) { return cosf(x); }
 FN float sin_exact(float x) { return sinf(x); }
 FN float larger(float a, float b) { return fmaxf(a, b); }
-// Rounded, whatever is then added to it.
+// The product is rounded: it is not fused with a following addition.
 FN float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 #endif
 
-// ---- both
+// ---- for the GPU and the emulator
 
 FN float bf16_lo(u32 v) { return as_float(v << 16); }
 FN float bf16_hi(u32 v) { return as_float(v & 0xffff0000u); }
@@ -349,12 +355,13 @@ FN u32 warp_index() { return thread_index() >> 5; }
 FN float sigmoid(float x) { return 1.f / (1.f + exp_exact(-x)); }
 FN float silu(float x) { return x * sigmoid(x); }
 FN u32 smaller(u32 a, u32 b) { return a < b ? a : b; }
-FN float warp_sum(float v) {  // of all lanes, the same bits in each
+FN float warp_sum(float v) {  // the sum over all lanes, the same bits in each
     for (u32 i = 16; i; i >>= 1) v += shuffle_xor(v, i);
     return v;
 }
 
-// KERNEL in so few registers that BLOCKS of its blocks fit on an SM: what follows it, or it itself, may begin beside others.
+// A KERNEL limited in registers so that BLOCKS thread blocks fit on an SM: it, or the grid after it, can start while
+// other blocks are still resident.
 #ifdef REDLINE_EMULATE
 #define KERNEL_BESIDE(name, Arguments, BLOCKS) KERNEL(name, Arguments)
 #else

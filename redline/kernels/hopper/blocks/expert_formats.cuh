@@ -1,4 +1,4 @@
-// How the experts' weights are stored (records.py): what FORMAT may be.
+// The storage formats of the experts' weights (records.py): the values of FORMAT.
 #pragma once
 
 #define INT4 1

@@ -1,14 +1,15 @@
-// INT4 records (records.py) times up to eight tokens at once: for experts_up, which keeps x in registers over many records.
+// INT4 records (records.py) times up to eight tokens at once: for experts_up, which keeps x in registers for many
+// records.
 //
-// A lane holds its slice of x as fragments of f16: lane 4g + t the inputs 8t to 8t + 7 of each group of 32, for token
-// g % TOKENS. With 8 / TOKENS groups to a chain of products, each group's x is in columns of its own and zero in the
-// others, so one chain of accumulators carries as many groups as there are columns to spare, and a scale is applied
-// once for all of them. `fold` adds the columns up.
+// A lane holds its part of x as f16 fragments: lane 4g + t has inputs 8t to 8t + 7 of each group of 32, for token g %
+// TOKENS. A chain of MMAs accumulates 8 / TOKENS groups: each group's x has its own columns and is zero in the others,
+// so one set of accumulators holds the sums of as many groups as a token has columns, and a scale is applied once for
+// all MMAs of the chain. `fold` adds the columns.
 //
-// Codes become f16 by bits alone: 1024 + u, and 1024 + 16 u where the nibble lies higher, for which x is given divided
-// by 16 (elements 2, 3, 6, 7 of each lane's eight). u = q + 8, so each group's sum is too large by 1032 times one half
-// of x and 1152 times the other: `correct` works that out once for each x, in three bf16 parts, and it is multiplied by
-// the scales, which lie in the record as fragments.
+// Codes become f16 by bit operations alone: 1024 + u, or 1024 + 16 u for the higher nibble, for whose inputs x is
+// divided by 16 (elements 2, 3, 6, 7 of each lane's eight). Since u = q + 8, each group's sum is too large by 1032
+// times the sum of one half of x and 1152 times the sum of the other. `correct` computes this excess once for each x,
+// negated, as three bf16 parts, which are multiplied by the scales; the record stores the scales as MMA fragments.
 #pragma once
 #include "chains.cuh"
 
@@ -21,14 +22,14 @@ struct Fragments {
 FN u32 code_low(u32 w) { return and_or<0x000f000f, 0x64006400>(w); }
 FN u32 code_high(u32 w) { return and_or<0x00f000f0, 0x64006400>(w); }
 
-// One group of 32 inputs: `upper` the codes of row g, `lower` of row g + 8.
+// One group of 32 inputs: `upper` has the codes of row g, `lower` those of row g + 8.
 FN void multiply_codes(float (&c)[4], u32 upper, u32 lower, const u32 (&x)[4]) {
     mma_f16(c, code_low(upper), code_low(lower), code_high(upper), code_high(lower), x[0], x[1]);
     upper >>= 8, lower >>= 8;
     mma_f16(c, code_low(upper), code_low(lower), code_high(upper), code_high(lower), x[2], x[3]);
 }
 
-// -(1032 sum of x's low half + 1152 sum of its high half) of one group, for two groups of a lane, in three parts.
+// -(1032 sum of x's low half + 1152 sum of its high half) of one group, for two groups of a lane, in three bf16 parts.
 FN void split_correction(u32 (&correction)[6], u32 half, float first, float second) {
 #pragma unroll
     for (u32 part = 0; part < 3; part++) {
@@ -38,8 +39,8 @@ FN void split_correction(u32 (&correction)[6], u32 half, float first, float seco
     }
 }
 
-// Of any fragments. The sums of all groups are one product, constants times x, with a row to a group; as fragments they
-// are wanted with rows and columns exchanged.
+// For fragments of any number of tokens. One MMA of constants and x computes the sums of all groups, one row per group;
+// the fragments of the correction need the transpose.
 template <u32 GROUPS>
 FN void correct(Fragments<GROUPS>& f) {
     u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
@@ -64,12 +65,12 @@ FN void correct(Fragments<GROUPS>& f) {
     }
 }
 
-constexpr u32 LANE_INPUTS = 8;  // that lie side by side
+constexpr u32 LANE_INPUTS = 8;  // consecutive inputs of a lane
 
 template <u32 TOKENS>
 FN void load_group(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) { load_eight<TOKENS>(x, at, real, i, place); }
 
-// From bf16 to what the codes are multiplied with.
+// Applies the RMS norm and converts x from bf16 to the f16 that the codes are multiplied with.
 template <u32 GROUPS>
 FN void norm(Fragments<GROUPS>& f, float rstd) {
 #pragma unroll
@@ -82,7 +83,7 @@ FN void norm(Fragments<GROUPS>& f, float rstd) {
     correct(f);
 }
 
-// The same of one token whose x lies in shared memory: `group` is this lane's part of group g.
+// The correction of one token whose x is in shared memory: `group` is the address of this lane's part of group g.
 template <u32 GROUPS>
 FN void correct_one(Fragments<GROUPS>& f, u32 group) {
     u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
@@ -95,13 +96,13 @@ FN void correct_one(Fragments<GROUPS>& f, u32 group) {
             sum = 1032.f * (l0.x + l0.y + l1.x + l1.y) + 1152.f * (h0.x + h0.y + h1.x + h1.y);
         }
         sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);  // of group 8 half + g, which is column g's
+        sum += shuffle_xor(sum, 2);  // of group 8 half + g, which column g has
         bool mine = g / 2 == t;
         split_correction(f.correction, half, mine && g % 2 == 0 ? -sum : 0.f, mine && g % 2 ? -sum : 0.f);
     }
 }
 
-// acc += record times x. The columns of acc: see `fold`.
+// acc += record times x. For the columns of acc see `fold`.
 template <u32 GROUPS, u32 TOKENS>
 FN void multiply_record(u32 record, const Fragments<GROUPS>& f, float (&acc)[4]) {
     static_assert(TOKENS == 1 || TOKENS == 4 || TOKENS == 8, "one, four or eight tokens");
@@ -116,7 +117,7 @@ FN void multiply_record(u32 record, const Fragments<GROUPS>& f, float (&acc)[4])
         mma_bf16(acc, s0.x, s0.y, s1.x, s1.y, f.correction[2 * part], f.correction[2 * part + 1]);
 
     if constexpr (TOKENS == 1) {
-        float c[2][4] = {};  // two chains at once
+        float c[2][4] = {};  // two independent chains of MMAs
 #pragma unroll
         for (u32 n = 0; n < 8; n++) {
             const u32 j = n / 2 + n % 2 * 4;

@@ -1,19 +1,20 @@
-// INT4 records (records.py) times one token after another, all groups independent of each other: for experts_down, whose
-// x changes with every record.
+// INT4 records (records.py) times one token after another, with independent sums for all groups: for experts_down,
+// whose x changes with every record.
 //
-// Codes become f16 by bits alone: u, which is q + 8, is the subnormal number u 2^-24, and 16 u 2^-24 where the nibble lies
-// higher, for which x is given divided by 16 (elements 2, 3, 6, 7 of each lane's eight). So sums are in units of 2^-24
-// (ONE is one of them), and those of each group of 32 inputs are too large by 8 times the sum of x.
+// Codes become f16 by bit operations alone: u, which is q + 8, is the subnormal number u 2^-24, or 16 u 2^-24 for the
+// higher nibble, for whose inputs x is divided by 16 (elements 2, 3, 6, 7 of each lane's eight). So sums are in units
+// of 2^-24 (ONE is their reciprocal), and the sum of each group of 32 inputs is too large by 8 times the sum of x.
 //
-// Columns, for a few tokens: column g of a product's right side is x of group g, of one token, so lane 4g + t holds only
-// its own eight inputs of two groups. A product of group i's codes is then right in column i and means nothing in the
-// others; lanes with t = i / 2 keep it. All groups are independent of each other, and a token's sums of company.
+// Columns, for a few tokens: column g of an MMA's b operand is x of group g of one token, so lane 4g + t holds only its
+// own eight inputs of two groups. An MMA with group i's codes is then right in column i and meaningless in the others;
+// lanes with t = i / 2 keep it. All groups are independent of each other, and a token's sums do not depend on other
+// tokens.
 #pragma once
 #include "columns.cuh"
 
 constexpr float ONE = 16777216.f;
 
-// ---- what a lane reads of a record of GROUPS / 2 blocks
+// ---- a lane's loads from a record of GROUPS / 2 blocks
 
 template <u32 GROUPS>
 FN void load_scales(u32x2 (&scales)[2], u32 record) {
@@ -32,7 +33,7 @@ FN void load_codes(u32x4 (&w)[4], u32 record, u32 half) {
         if (4 * half + i < GROUPS / 2) w[i] = load_shared_4(at + i * 512);
 }
 
-// One group of 32 inputs as two left sides.
+// One group of 32 inputs as the a operands of two MMAs.
 struct Codes { u32 first[4], second[4]; };
 
 FN Codes unpack_codes(u32 upper, u32 lower) {
@@ -80,7 +81,8 @@ FN void exchange(Columns& a, Columns& b) {
     a = b, b = c;
 }
 
-// Adds rows g and g + 8 of half a record times x: this lane's part of the sums, all of which is in lanes 4g to 4g + 3.
+// Adds rows g and g + 8 of half a record times x. The result is this lane's part: the sum over lanes 4g to 4g + 3 is
+// complete.
 template <u32 GROUPS>
 FN void multiply_half(const u32x4 (&w)[4], u32x2 scales, const Columns& c, u32 half, float& upper, float& lower) {
     u32 t = forget(lane_index()) & 3;
@@ -98,8 +100,8 @@ FN void multiply_half(const u32x4 (&w)[4], u32x2 scales, const Columns& c, u32 h
     lower += bf16_lo(scales.y) * y[2], lower += bf16_hi(scales.y) * y[3];
 }
 
-// Rows g and g + 8 of the record times x, this lane's part. `release` is called when all of the record has been read, which
-// is in the middle: to read all of it first took 2 % longer in experts_down on an NVIDIA H200.
+// Rows g and g + 8 of the record times x, this lane's part. `release` is called after the last load from the record,
+// which is between the halves: loading all of the record first took 2 % longer in experts_down on an NVIDIA H200.
 template <u32 GROUPS, class Release>
 FN void multiply_columns(u32 record, const Columns& c, float& upper, float& lower, Release release) {
     u32x4 w[2][4];

@@ -1,8 +1,9 @@
-// NVFP4 records times up to eight tokens at once, for experts_up: what int4_chains.cuh is to INT4.
+// NVFP4 records times up to eight tokens at once, for experts_up: the NVFP4 counterpart of int4_chains.cuh.
 //
-// A lane holds its slice of x as f16: lane 4g + t the inputs 4t to 4t + 3 of each 16. For one token eight groups of 16
-// share a chain of products, each group's x in a column of its own, and a block's scales meet the sums. For several the scales
-// meet the codes, which is exact, and all groups share one chain: two columns hold a token's halves where there are four.
+// A lane holds its part of x as f16: lane 4g + t has inputs 4t to 4t + 3 of each 16. For one token, eight groups of 16
+// share a chain of MMAs, each group's x in its own column, and the block scales multiply the sums. For several tokens
+// the scales multiply the codes, which is exact, and all groups share one chain; with four tokens two columns hold a
+// token's halves.
 #pragma once
 #include "chains.cuh"
 #include "nvfp4.cuh"
@@ -12,9 +13,10 @@ struct Fragments {
     u32 x[GROUPS][4];
 };
 
-constexpr u32 LANE_INPUTS = 4;  // that lie side by side
+constexpr u32 LANE_INPUTS = 4;  // consecutive inputs of a lane
 
-// This lane's part of group i of 32 inputs, as far as it is `real` and belongs to its column, the token's number `place`.
+// This lane's part of group i of 32 inputs, if it exists (`real`) and the lane's column among the token's columns
+// (`place`) is the group's.
 template <u32 TOKENS>
 FN void load_group(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) {
 #pragma unroll
@@ -33,7 +35,7 @@ FN void norm(Fragments<GROUPS>& f, float rstd) {
         for (u32 j = 0; j < 4; j++) f.x[i][j] = pack_f16(bf16_lo(f.x[i][j]) * rstd, bf16_hi(f.x[i][j]) * rstd);
 }
 
-// acc = record times x. The columns of acc: see `fold`.
+// acc = record times x. For the columns of acc see `fold`.
 template <u32 GROUPS, u32 TOKENS>
 FN void multiply_record(u32 record, const Fragments<GROUPS>& f, float (&acc)[4]) {
     constexpr u32 BLOCKS = GROUPS / 2;
@@ -48,7 +50,7 @@ FN void multiply_record(u32 record, const Fragments<GROUPS>& f, float (&acc)[4])
 #pragma unroll
             for (u32 q = 0; q < 4; q++)
                 multiply_codes(c, widen(w[q]), f.x[2 * j + q / 2][q % 2 * 2], f.x[2 * j + q / 2][q % 2 * 2 + 1]);
-            if (j % 2 || j + 1 == BLOCKS) {  // groups 2t and 2t + 1 of the chain's eight
+            if (j % 2 || j + 1 == BLOCKS) {  // this lane's columns have groups 2t and 2t + 1 of the chain's eight
                 u32 mine = j / 2 * 2 + t / 2;
                 add_scaled(acc, c, mine < BLOCKS ? load_shared(scales + mine * BLOCK_SCALES + t % 2 * 4) : 0);
 #pragma unroll

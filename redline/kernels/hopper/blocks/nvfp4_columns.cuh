@@ -1,8 +1,9 @@
-// NVFP4 records (records.py) times one token after another, for experts_down: what int4_columns.cuh is to INT4.
+// NVFP4 records (records.py) times one token after another, for experts_down: the NVFP4 counterpart of
+// int4_columns.cuh.
 //
-// Column g of a product's right side is x of group g of eight groups of 16, of one token; the codes of group i make a
-// product that is right in column i and means nothing in the others. Lanes with t = i / 2 keep it, and the block scales
-// meet the sums of each group.
+// Column g of an MMA's b operand is x of group g of eight groups of 16, of one token. An MMA with the codes of group i
+// is right in column i and meaningless in the others; lanes with t = i / 2 keep it, and the block scales multiply each
+// group's sums.
 #pragma once
 #include "columns.cuh"
 #include "nvfp4.cuh"
@@ -22,7 +23,8 @@ FN void load_columns(Columns& c, u32 x) {
     }
 }
 
-// Rows g and g + 8 of the record times x, this lane's part. `release` is called when all of the record has been read.
+// Rows g and g + 8 of the record times x, this lane's part. `release` is called after the last load of the record's
+// codes.
 template <u32 GROUPS, class Release>
 FN void multiply_columns(u32 record, const Columns& c, float& upper, float& lower, Release release) {
     constexpr u32 BLOCKS = GROUPS / 2;
@@ -31,7 +33,7 @@ FN void multiply_columns(u32 record, const Columns& c, float& upper, float& lowe
     f32x2 whole = load_matrix_scales(record, 32 * GROUPS);
     float sums[4] = {};
 #pragma unroll
-    for (u32 i = 0; i < (BLOCKS + 1) / 2; i++) {  // eight groups
+    for (u32 i = 0; i < (BLOCKS + 1) / 2; i++) {  // eight groups of 16
         float y[4] = {};
         u32x4 v[2];
         v[0] = load_shared_4(codes + 2 * i * BLOCK_CODES);

@@ -1,32 +1,32 @@
-// The ring of stages through which a group of four warps gets its weights.
+// A ring buffer of stages in shared memory, through which a group of four warps gets its weights.
 //
-// Each holds what one or more bulk copies bring together; every warp reads its part, and the last of the four to let go of
-// a stage fills it again. Nobody waits to fill. A stage is named by its address; its barrier and the count of warps that
-// have let go of it lie behind it.
+// One or more bulk copies fill a stage; every warp reads its part of it, and the last of the four warps to release a
+// stage starts the copies that refill it, so no warp waits to refill. A stage is identified by its address; its
+// mbarrier and the count of warps that have released it are stored after its bytes.
 #pragma once
 #include "core.cuh"
 
 template <u32 DEPTH, u32 BYTES>
 struct Ring {
-    static constexpr u32 STRIDE = BYTES + 16, MEMORY = 4 * DEPTH * STRIDE;  // of a block's four groups
+    static constexpr u32 STRIDE = BYTES + 16, MEMORY = 4 * DEPTH * STRIDE;  // for the four groups of a thread block
 
     u32 stage, last, parity = 0;
 
     __device__ __forceinline__ Ring(u32 memory, u32 group)
         : stage(memory + group * DEPTH * STRIDE), last(stage + (DEPTH - 1) * STRIDE) {}
 
-    // By one thread of the group, which may fill stages at once; the others only after a block barrier.
+    // Called by one thread of the group, which may start copies at once; other threads only after a block-wide barrier.
     __device__ __forceinline__ void make() {
         for (u32 at = stage; at <= last; at += STRIDE) barrier_init(barrier(at)), store_shared(barrier(at) + 8, 0);
         barrier_init_done();
     }
     static __device__ __forceinline__ u32 barrier(u32 at) { return at + BYTES; }
-    // The current stage, once it is full.
+    // The current stage, once its copies have completed.
     __device__ __forceinline__ u32 wait() const {
         barrier_wait(barrier(stage), parity);
         return stage;
     }
-    // By lane 0 of a warp that has read its part: whether the other three had before.
+    // Called by lane 0 of a warp that has read its part: whether the other three warps had released the stage before.
     static __device__ __forceinline__ bool is_last(u32 at) { return (add_shared(barrier(at) + 8, 1) & 3) == 3; }
     __device__ __forceinline__ void next() {
         if (stage == last)
@@ -36,10 +36,10 @@ struct Ring {
     }
 };
 
-// Filling a ring in the order of its work, of a group that has `ring`, `fetch` (what the next stage is for) below `end`,
-// `fill(stage)`, and `filled()`, which goes on to what follows.
+// Functions that fill a ring in the order of its work. A group has `ring`, `fetch` (the next stage's work item) below
+// `end`, `fill(stage)`, and `filled()`, which advances `fetch`.
 
-// All stages, before the first is read.
+// Fills all stages, before the first one is read.
 template <class Group>
 FN void fill_stages(Group& group) {
     for (u32 stage = group.ring.stage; stage <= group.ring.last && group.fetch < group.end; stage += group.ring.STRIDE) {
@@ -47,7 +47,7 @@ FN void fill_stages(Group& group) {
         group.filled();
     }
 }
-// The warp has read its part of the current stage.
+// Called when the warp has read its part of the current stage.
 template <class Group>
 FN void release_stage(Group& group) {
     sync_warp();

@@ -1,8 +1,9 @@
-// Sums along a block's threads.
+// Prefix sums over the threads of a thread block.
 #pragma once
 #include "core.cuh"
 
-// v of this thread and of those before it; `total` of all. totals: a word of shared memory for each warp.
+// The sum of v over this thread and those before it; `total` gets the sum over all. totals: a word of shared memory per
+// warp.
 FN u32 running_sum(u32 v, u32 totals, u32& total) {
     u32 lane = lane_index(), warp = warp_index();
 #pragma unroll

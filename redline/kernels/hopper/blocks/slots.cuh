@@ -1,5 +1,5 @@
-// The slots of a step in shared memory: an expert and up to eight of its pairs, in a word each; the next one's first pair
-// ends it. They are of the choice of experts, read past what this SM may remember of the addresses.
+// The slots of a step in shared memory, a word each: an expert and up to eight of its pairs, which end at the next
+// slot's first pair. The choice of experts wrote them in an earlier grid, so loads bypass the SM's L1 cache.
 #pragma once
 #include "core.cuh"
 
@@ -10,7 +10,7 @@ FN Slot slot_of(u32 at, u32 slot) {
     return {word & 1023, word >> 10};
 }
 
-// `count` words, at most MOST, which are all asked for before the first is waited for.
+// `count` words, at most MOST; all loads are issued before the first is waited for.
 template <u32 MOST, class T>
 FN void load_words(u32 to, const T* from, u32 count) {
     constexpr u32 EACH = (MOST + THREADS - 1) / THREADS;
@@ -27,7 +27,7 @@ FN void load_words(u32 to, const T* from, u32 count) {
     }
 }
 
-// `count` slots, at most MOST, and the end of the last.
+// `count` slots, at most MOST, and the end of the last one.
 template <u32 MOST>
 FN void load_slots(u32 at, const int* slot_expert, const int* slot_first, u32 count) {
     constexpr u32 EACH = (MOST + THREADS) / THREADS;

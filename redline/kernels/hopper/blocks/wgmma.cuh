@@ -1,14 +1,15 @@
-// Products of a warpgroup on Hopper: sums[64 x N] += a[64 x 16] b[16 x N], a from registers, b from shared memory.
+// Warpgroup MMAs (wgmma) on Hopper: sums[64 x N] += a[64 x 16] b[16 x N], a from registers, b from shared memory.
 //
-// Four warps, of which the first has an index divisible by 4, call everything here together. Warp w holds rows 16w to
-// 16w + 15 of a and of the sums, laid out in its lanes as for mma.sync: a0 (g, 2t..), a1 (g + 8, 2t..), a2 (g, 2t + 8..),
-// a3 (g + 8, 2t + 8..); of columns 8j to 8j + 7, sums[4j..] are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+// All functions are called by four warps together, of which the first has an index divisible by 4. Warp w holds rows
+// 16w to 16w + 15 of a and of the sums, laid out in its lanes as for mma.sync: a0 (g, 2t..), a1 (g + 8, 2t..), a2 (g,
+// 2t + 8..), a3 (g + 8, 2t + 8..); of columns 8j to 8j + 7, sums[4j..] are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8,
+// 2t + 1).
 //
-// b is 16 of the 64 values along k (`quarter`) of a tile of N columns, 128 bytes each, in the chip's 128-byte swizzle: the
-// 16 bytes numbered c of column n lie at 128 n + 16 (c ^ n % 8), from an address divisible by 1024.
+// b is 16 of the 64 values along k (`quarter`) of a tile of N columns, 128 bytes each, in the 128-byte swizzle: the 16
+// bytes numbered c of column n are at 128 n + 16 (c ^ n % 8), from an address divisible by 1024.
 //
-// The products run on while the threads do other things. Until `products_wait` says that a group has ended, its sums
-// mean nothing, and its a and b must stay as they are: so the emulation does all the arithmetic there, as late as it may.
+// MMAs are asynchronous. Until `products_wait` returns, the sums of a group are undefined, and its a and b must not
+// change. To test this, the emulator does all the arithmetic in `products_wait`, which is as late as possible.
 #pragma once
 #include "core.cuh"
 
@@ -48,14 +49,14 @@ FN u32 multiply_add_f16(u32 a, u32 b, u32 c) {
 
 #else
 
-// Before the first product of a group: the registers that it reads and adds to have been written.
+// Before the first MMA of a group: orders earlier writes of the registers that it reads and accumulates into.
 FN void products_begin() { ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Ends a group of products.
+// Ends a group of MMAs.
 FN void products_commit() { ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all groups have ended.
+// Waits until all groups have ended.
 FN void products_wait() { ASM("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-// What is computed before this stays before it, and these registers are in use until here. After a wait, of those that the
-// products had: the compiler does not know that they had them.
+// A compiler barrier: code before it is not moved behind it, and these registers stay in use up to it. Call it after a
+// wait for the registers of the MMAs: the compiler does not know that the MMAs used them.
 template <u32 LENGTH>
 FN void settle(float (&v)[LENGTH]) {
 #pragma unroll
@@ -67,13 +68,13 @@ FN void settle(u32 (&v)[LENGTH][4]) {
     for (u32 i = 0; i < LENGTH; i++) ASM("" : "+r"(v[i][0]), "+r"(v[i][1]), "+r"(v[i][2]), "+r"(v[i][3])::"memory");
 }
 
-// A number of which the compiler is not told.
+// A number that is hidden from the optimiser.
 FN u32 unknown(u32 v) {
     ASM("" : "+r"(v));
     return v;
 }
 
-// A matrix descriptor: address and stride (of 8 columns) in units of 16 bytes, swizzle 1 (128 bytes).
+// A matrix descriptor: address and stride (of 8 columns) in units of 16 bytes, swizzle mode 1 (128 bytes).
 FN u64 describe(u32 tile, u32 quarter) { return (u64)((tile >> 4) + 2 * quarter) | (1024ull >> 4) << 32 | 1ull << 62; }
 
 template <u32 N>
@@ -81,7 +82,7 @@ struct WgmmaF16;
 template <u32 N>
 struct WgmmaBf16;
 
-// The four words of a and the descriptor are operands 0 to 4, so the sums are called %5 and so on whatever N is.
+// The four words of a and the descriptor are operands 0 to 4, so the sums begin at %5 for every N.
 #define WGMMA_FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define WGMMA_NAMES_8 "%5, %6, %7, %8"
 #define WGMMA_NAMES_16 WGMMA_NAMES_8 ", " "%9, %10, %11, %12"
@@ -166,7 +167,7 @@ FN void multiply_bf16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
     WgmmaBf16<N>::run(sums, a, describe(tile, quarter));
 }
 
-// A barrier that completes when so many threads have arrived.
+// A barrier that completes when this number of threads has arrived.
 FN void barrier_init(u32 barrier, u32 arrivals) {
     ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

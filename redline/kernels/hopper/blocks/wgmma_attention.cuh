@@ -1,16 +1,17 @@
-// Products of a warpgroup on Hopper, both operands from shared memory: sums[64 x N] += a[64 x 16] b[16 x N], of bf16.
+// Warpgroup MMAs (wgmma) on Hopper, both operands from shared memory: sums[64 x N] += a[64 x 16] b[16 x N], of bf16.
 //
-// Four warps, of which the first has an index divisible by 4, call everything here together. Warp w holds rows 16w to
-// 16w + 15 of the sums: of columns 8j to 8j + 7, lane 4g + t has (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1) in
-// sums[4j..].
+// All functions are called by four warps together, of which the first has an index divisible by 4. Warp w holds rows
+// 16w to 16w + 15 of the sums: of columns 8j to 8j + 7, lane 4g + t has (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t +
+// 1) in sums[4j..].
 //
-// Operands lie in rows of 128 bytes in the chip's 128-byte swizzle: the 16 bytes numbered c of row r at 128 r + 16 (c ^ r % 8),
-// on a base divisible by 1024. b: a row for each column, k along the row. a: a row for each of its 64 rows, k along the row;
-// or TRANSPOSED, a row for each k, its 64 rows along that. The next 16 of k are 32 bytes, or 16 rows, `further` on.
+// Operands are stored in rows of 128 bytes in the 128-byte swizzle: the 16 bytes numbered c of row r are at 128 r + 16
+// (c ^ r % 8), from a base divisible by 1024. b has a row for each column, with k along the row. a has a row for each
+// of its 64 rows, with k along the row; or, if TRANSPOSED, a row for each k, with its 64 rows along it. `further` moves
+// an operand to the next 16 of k, which are 32 bytes or 16 rows away.
 //
-// The products run on while the threads do other things. Until `products_wait` their sums mean nothing, and their operands
-// must stay as they are: the emulation does all the arithmetic there, as late as it may, and compares the operands with
-// what they were when the product began.
+// MMAs are asynchronous. Until `products_wait` returns, their sums are undefined and their operands must not change. To
+// test this, the emulator does all the arithmetic in `products_wait`, which is as late as possible, and compares the
+// operands with their values at the start of the MMA.
 #pragma once
 #include "core.cuh"
 
@@ -45,27 +46,29 @@ FN u32 pick_bytes(u32 v) {
 
 #else
 
-// Of shared memory, divisible by 1024.
+// The base of shared memory, divisible by 1024.
 FN u32 shared_base_1024() {
     extern __shared__ __align__(1024) char swizzled_shared_memory_[];
     return (u32)__cvta_generic_to_shared(swizzled_shared_memory_);
 }
-// Before the first product of a group: the registers that it adds to have been written.
+// Before the first MMA of a group: orders earlier writes of the registers that it accumulates into.
 FN void products_begin() { ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
-// Ends a group of products.
+// Ends a group of MMAs.
 FN void products_commit() { ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all groups have ended. Then `settle` their sums: the compiler does not know that the products had them.
+// Waits until all groups have ended. Call `settle` for their sums afterwards: the compiler does not know that the MMAs
+// used them.
 FN void products_wait() { ASM("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 template <u32 LENGTH>
 FN void settle(float (&v)[LENGTH]) {
 #pragma unroll
     for (u32 i = 0; i < LENGTH; i++) ASM("" : "+f"(v[i])::"memory");
 }
-// After this thread's writes to shared memory, before the barrier after which products may read them.
+// After this thread's writes to shared memory, before the barrier after which MMAs may read them.
 FN void show_products() { ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The low half of a matrix descriptor: the address, and a distance that one atom of 64 has no use for, in units of 16 bytes.
-// The high half is the same for all: 1024 bytes from eight rows to the next, swizzle 1 (128 bytes).
+// The low half of a matrix descriptor: the address and the leading-dimension offset (unused for one atom of 64), in
+// units of 16 bytes. The high half is always the same: 1024 bytes from eight rows to the next, swizzle mode 1 (128
+// bytes).
 struct Operand { u32 low; };
 FN Operand operand(u32 at) { return {(at & 0x3ffff) >> 4 | 1u << 16}; }
 FN Operand transposed_operand(u32 at) { return {(at & 0x3ffff) >> 4 | 1024u / 16 << 16}; }
@@ -103,8 +106,8 @@ FN void multiply_shared(float (&sums)[N / 2], Operand a, Operand b) {
     multiply_tiles<TRANSPOSED>(sums, describe(a), describe(b));
 }
 
-// Four 8 x 8 tiles of 16-bit values: lane i gives the address of row i % 8 of tile i / 8; lane 4g + t has elements (2t, g),
-// (2t + 1, g) of each tile.
+// Four 8 x 8 tiles of 16-bit values: lane i gives the address of row i % 8 of tile i / 8; lane 4g + t has elements (2t,
+// g), (2t + 1, g) of each tile.
 FN void store_tiles_transposed(u32 row, u32x4 v) {
     ASM("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
         : "memory");

@@ -1,10 +1,11 @@
-// Every rank's columns, side by side, on every rank: the logits of a head whose rows are divided among the ranks, or the
-// query heads that each rank has, as words of two numbers.
+// All-gather: every rank gets the columns of all ranks, one rank after the other. It gathers the logits of a head whose
+// rows are divided among the ranks, or each rank's query heads (as 32-bit words of two numbers).
 //
-// An inbox has two rooms for logits, taken in turn, since two gathers may follow one another directly. Whose turn it is lies
-// in memory, and the last block of a launch passes it on. Queries have one room: sums of all ranks lie between two of them.
-// All blocks of a launch must fit on the chip at once.
-// Macros: RANKS, WIDTH (columns of a rank, words, a multiple of 4), TURNS (whether there are two rooms).
+// An inbox has two rooms for logits, which launches use alternately, because two gathers may follow one another
+// directly. A counter in global memory says which room is next; the last thread block of a launch increments it.
+// Queries have one room, because all-reduces separate two gathers of queries. All thread blocks of a launch must be
+// resident on the GPU at once.
+// Macros: RANKS, WIDTH (words of a rank in a row, a multiple of 4), TURNS (whether there are two rooms).
 #include "core.cuh"
 #include "all_reduce.cuh"
 
@@ -12,8 +13,8 @@ struct AllGatherLaunch {
     const float* part;   // [R, WIDTH]
     float* whole;        // [R, RANKS, WIDTH]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;        // all_reduce.cuh
-    u32* turns;          // [2]: launches that have ended, and blocks of this one that have; null: one room
+    u64* control;        // all_reduce.cuh describes it
+    u32* turns;          // [2]: launches that ended, thread blocks of this one that ended; null: one room
     u64 site;            // first word of the rooms in an inbox: [rooms][rank][R][WIDTH] words
     u32 rows, rank, room;
 };

@@ -1,22 +1,24 @@
-// residual += the partial sums of all ranks, for T <= 64 tokens; x of the norm that follows, and its sums of squares.
+// residual += the all-reduced partial sums of all ranks, for T <= 64 tokens; also the input x of the following RMS norm
+// and the sums of squares for it.
 //
-// What ends a product whose kernel does not add up the ranks itself. A block has 512 columns of a token, a lane four.
-// A block may wait for its like on another chip, so all blocks of a launch must fit on the chip at once.
+// Runs after a product whose kernel has no all-reduce in its epilogue. A thread block has 512 columns of a token, a
+// lane four. A thread block may wait for the corresponding one on another GPU, so all thread blocks of a launch must be
+// resident on the GPU at once.
 // Macros: RANKS, SHOTS, HIDDEN, HIDDEN_PADDED, ROUTED.
 #include "core.cuh"
 #include "all_reduce.cuh"
 
 struct AllReduceLaunch {
     const float* partial;   // [T, HIDDEN]
-    const float* routed;    // [T, HIDDEN]: added to it; null where not ROUTED
+    const float* routed;    // [T, HIDDEN]: added to `partial`; null unless ROUTED
     const float* residual;  // [T, HIDDEN]
     const float* gamma;     // [HIDDEN]
     float* residual_out;    // [T, HIDDEN]
     u16* x;                 // bf16 [T, HIDDEN_PADDED]
     float* squares;         // [blocks, T padded to 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // all_reduce.cuh; null: there is one rank
-    u64 site;               // its first word in an inbox: [rank][T][HIDDEN] words
+    u64* control;  // described in all_reduce.cuh; null: there is one rank
+    u64 site;               // the all-reduce's first word in an inbox: [rank][T][HIDDEN] words
     u32 tokens, rank, room;
 };
 

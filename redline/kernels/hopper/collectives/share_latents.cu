@@ -1,40 +1,42 @@
-// What each rank's part of a context gave, taken to the rank that has the head: see share_latents.py.
+// Sends each rank's partial attention results to the rank that owns the head: see share_latents.py.
 //
-// A rank has attended with the heads of all ranks to its own part of every context, in splits. The splits of a query's head are
-// combined to one latent and its log-sum-exp, and sent to the head's own rank, which has in the end one of each rank: RANKS
-// splits, for `unabsorb` to combine. Heads of other ranks come first, so their words are on the way while its own are combined.
+// With context parallelism a rank attends with the heads of all ranks to its own part of every context, in splits. This
+// kernel combines the splits of a (query, head) row to one latent and its log-sum-exp, and sends them to the rank that
+// owns the head. That rank ends up with one result per rank: RANKS splits, which `unabsorb` combines. A thread block
+// combines other ranks' heads first, so that their words are in flight while it combines its own.
 //
-// A block has some queries' own heads, and likewise of every other rank: so it waits for words of the block of its number alone.
-// Of up to `few` splits each of its warps has a head. Of more all its warps have one, every WARPS-th split each, and their sums
-// are added up in shared memory. Block (x, y): numbers [256 y, 256 y + 256) of latents, eight of a lane.
+// A thread block has the same set of places (query, head of a rank) for each owner, so it waits only for words from the
+// thread blocks with its own index. With up to `few` splits each of its warps combines a row. With more, all its warps
+// combine one row, every WARPS-th split each, and their sums are added in shared memory. Block (x, y) has the latent's
+// numbers [256 y, 256 y + 256), a lane eight of them.
 // Macros: RANKS, R (a multiple of 256), MAX_SPLITS.
 #include "core.cuh"
 #include "all_reduce.cuh"
 
 constexpr u32 WARPS = THREADS / 32, SLICE = 256;
-constexpr u32 AT_ONCE = 8;                    // splits
-constexpr u32 HELD = (MAX_SPLITS + 31) / 32;  // log-sum-exps of a lane
+constexpr u32 AT_ONCE = 8;                    // splits that a lane loads at once
+constexpr u32 HELD = (MAX_SPLITS + 31) / 32;  // log-sum-exps that a lane holds
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
-constexpr u32 SHARES = 0;                              // float32 [WARPS, MAX_SPLITS]: of each split in its query's head
+constexpr u32 SHARES = 0;                              // float32 [WARPS, MAX_SPLITS]: each split's weight in its row
 constexpr u32 SUMS = SHARES + 4 * WARPS * MAX_SPLITS;  // float32 [WARPS, SLICE]
 
 static_assert(R % SLICE == 0 && RANKS <= WARPS && MAX_SPLITS % 4 == 0, "whole slices, a warp for each rank, whole 16 bytes");
 
 struct ShareLatentsLaunch {
     const char* partial;  // bf16 [Q, H, splits, R], H heads of all ranks
-    const float* lse;     // [Q, H, splits], natural; -inf: the split holds nothing, nor do those behind it
+    const float* lse;     // [Q, H, splits], natural logarithm; -inf: this split and all later ones are empty
     char* out;            // bf16 [Q, H / RANKS, RANKS, R]
     float* lse_out;       // [Q, H / RANKS, RANKS]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // all_reduce.cuh
-    u64 site;      // its first word in an inbox: [rank][Q H / RANKS][R / 2] words, then [Q H / RANKS]
-    u32 queries, heads, splits, few, rank, room;  // heads: of a rank
+    u64* control;  // described in all_reduce.cuh
+    u64 site;      // first word in an inbox: [rank][Q H / RANKS][R / 2] words, then [Q H / RANKS]
+    u32 queries, heads, splits, few, rank, room;  // heads: of one rank
 };
 
-// A warp: shares of a row's splits, in its part of shared memory. A row is a query's head.
+// The weights of a row's splits, in this warp's part of shared memory. A row is a (query, head) pair.
 struct Shares {
-    u32 table, count;  // where they lie, and how many splits hold something
+    u32 table, count;  // shared-memory address, and the number of splits that are not empty
     float lse;         // of all splits
 };
 FN Shares find_shares(const ShareLatentsLaunch& a, u32 row) {
@@ -44,7 +46,7 @@ FN Shares find_shares(const ShareLatentsLaunch& a, u32 row) {
     for (u32 i = 0; i < HELD; i++) {
         u32 split = 32 * i + lane_index();
         lse[i] = split < a.splits ? load_global_f32(a.lse + row * a.splits + split) : -infinity();
-        if (lse[i] != lse[i]) lse[i] = infinity();  // so that all that comes of it is NaN
+        if (lse[i] != lse[i]) lse[i] = infinity();  // makes all results of the row NaN
         most = larger(most, lse[i]);
         found.count += count_bits(warp_ballot(lse[i] > -infinity()));
     }
@@ -52,7 +54,7 @@ FN Shares find_shares(const ShareLatentsLaunch& a, u32 row) {
 #pragma unroll
     for (u32 i = 0; i < HELD; i++) sum += lse[i] = lse[i] > -infinity() ? exp2_fast((lse[i] - most) * LOG2_E) : 0.f;
     sum = warp_sum(sum);
-    sync_warp();  // the row before is done with
+    sync_warp();  // all lanes have finished with the previous row's weights
 #pragma unroll
     for (u32 i = 0; i < HELD; i++) {
         u32 split = 32 * i + lane_index();
@@ -63,7 +65,7 @@ FN Shares find_shares(const ShareLatentsLaunch& a, u32 row) {
     return found;
 }
 
-// A warp: every `step`-th split of a row from `first` on, times its share.
+// Called by a warp: adds every `step`-th split of a row from `first` on, multiplied by its weight.
 FN void sum_splits(const ShareLatentsLaunch& a, u32 row, const Shares& shares, u32 first, u32 step, float (&sum)[8]) {
     const char* from = a.partial + (u64)row * a.splits * (2 * R) + block_index_y() * (2 * SLICE) + 16 * lane_index();
     for (u32 at = first; at < shares.count; at += AT_ONCE * step) {
@@ -83,7 +85,7 @@ FN void sum_splits(const ShareLatentsLaunch& a, u32 row, const Shares& shares, u
     }
 }
 
-// A warp: to the rank that has the head, whose number among its queries' heads is `place`.
+// Called by a warp: sends a result to the rank that owns the head. `place` is the row's index among the owner's rows.
 FN void hand_over(const ShareLatentsLaunch& a, const Ranks& ranks, u32 owner, u32 place, const float (&sum)[8], float lse) {
     u32x4 v = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
     u32 number = block_index_y() * SLICE + 8 * lane_index();
@@ -97,14 +99,14 @@ FN void hand_over(const ShareLatentsLaunch& a, const Ranks& ranks, u32 owner, u3
     }
 }
 
-// A warp: what another rank has sent.
+// Called by a warp: receives a result from another rank.
 FN void take_over(const ShareLatentsLaunch& a, const Ranks& ranks, u32 source, u32 place) {
     u32 number = block_index_y() * SLICE + 8 * lane_index();
     store_global_4(a.out + ((u64)place * RANKS + source) * (2 * R) + 2 * number,
                    receive_from<u32x4>(ranks, source, place * (R / 2) + number / 2));
     if (block_index_y() == 0 && lane_index() == 0) {
         float lse = as_float(receive_from<u32>(ranks, source, a.queries * a.heads * (R / 2) + place));
-        store_global_f32(a.lse_out + place * RANKS + source, lse == lse ? lse : infinity());  // a lost rank's: NaN
+        store_global_f32(a.lse_out + place * RANKS + source, lse == lse ? lse : infinity());  // NaN: a lost rank
     }
 }
 
@@ -114,7 +116,7 @@ FN u32 row_of(const ShareLatentsLaunch& a, u32 owner, u32 place) {
 
 FN void combine_few(const ShareLatentsLaunch& a, const Ranks& ranks, u32 places) {
     u32 first = block_index() * WARPS + warp_index(), step = grid_size() * WARPS;
-    for (u32 other = 1; other <= RANKS; other++)  // its own last
+    for (u32 other = 1; other <= RANKS; other++)  // this rank's own rows last
         for (u32 place = first; place < places; place += step) {
             u32 owner = (a.rank + other) % RANKS, row = row_of(a, owner, place);
             Shares shares = find_shares(a, row);

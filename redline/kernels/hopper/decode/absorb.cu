@@ -1,11 +1,12 @@
-// The nope part of a query taken into the latent space, q_abs = W_UK q, and its rotated part copied: see absorb.py.
+// Multiplies the nope part of each query by W_UK, which takes it into the latent space (q_abs = W_UK q), and copies its
+// rotated part: see absorb.py.
 //
-// A block has one half of one head's rows of W_UK in shared memory before the grid in front ends: at R = 512, N = 128
-// 64 KB, so no ring is needed. Each warp takes row tiles of 16; 8 tokens are the columns of a product.
+// A thread block loads one half of one head's rows of W_UK into shared memory before the previous grid ends: 64 KB for
+// R = 512, N = 128, so no ring is needed. The warps share the row tiles of 16; the columns of an MMA are 8 tokens.
 #include "core.cuh"
 
-constexpr u32 UNITS = N / 32;                 // of 32 inputs: two products each
-constexpr u32 TILES = R / 2 / 16;             // row tiles of a block
+constexpr u32 UNITS = N / 32;                 // of 32 inputs: two MMAs each
+constexpr u32 TILES = R / 2 / 16;             // row tiles of a thread block
 constexpr u32 TILE_BYTES = UNITS * 1024;
 constexpr u32 WEIGHT_BYTES = TILES * TILE_BYTES;
 constexpr u32 COPY_BYTES = 16384;
@@ -19,7 +20,8 @@ struct AbsorbLaunch {
     int tokens, heads;
 };
 
-// Lane 4g + t: 16 bytes of token `first` + g for each unit. A column past the last token is never stored.
+// Lane 4g + t loads 16 bytes of token `first` + g for each unit. Columns past the last token are computed but not
+// stored.
 FN void load_columns(u32x4 (&x)[UNITS], const AbsorbLaunch& a, u32 head, u32 first) {
     u32 token = smaller(first + lane_index() / 4, a.tokens - 1);
     const char* at = a.q + ((u64)token * a.heads + head) * QUERY_BYTES + 16 * (lane_index() % 4);
@@ -35,7 +37,8 @@ FN void multiply(float (&c)[4], const u32x4 (&x)[UNITS], u32 tile) {
     }
 }
 
-// c: rows g and g + 8, tokens 2t and 2t + 1. Lanes g and g ^ 1 trade, so that each holds two rows of one token.
+// c: rows g and g + 8, tokens 2t and 2t + 1. Lanes g and g ^ 1 exchange values, so that each holds two rows of one
+// token.
 FN void store_tile(const AbsorbLaunch& a, const float (&c)[4], u32 head, u32 row, u32 first) {
     u32 g = lane_index() / 4, t = lane_index() % 4;
     bool odd = g & 1;
@@ -69,7 +72,7 @@ KERNEL_BESIDE(absorb, AbsorbLaunch, 2) {
     }
     sync_block();
     wait_for_previous_grid();
-    let_next_grid_start();  // only now: `attend` reads pages, which the grid in front has written, before its own wait
+    let_next_grid_start();  // only now: `attend` reads pages, which the previous grid has written, before its own wait
     u32x4 x[UNITS], next[UNITS];
     load_columns(x, a, head, 0);
     if (half == 0) copy_rotated(a, head);

@@ -1,17 +1,18 @@
-// Absorbed latent attention over pages: scores, softmax and weighted latents of one split of one query, or of TOGETHER of a
-// slot: see attend.py.
+// Absorbed latent attention over pages: scores, softmax and weighted latents of one split, for one query or for
+// TOGETHER queries of a slot: see attend.py.
 //
-// A block takes ROWS heads of a query, or of the queries, and a run of pages. Rows of queries, pages and probabilities lie in
-// shared memory in chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that eight rows of a tile meet all banks though
-// their sizes are multiples of 128 bytes. Pages arrive chunk by chunk, BUFFERS deep; a row outside the context
-// arrives as zeros, so whatever a page holds there, NaN too, takes no part.
+// A thread block has ROWS heads of the query or queries, and a run of pages. Queries, pages and probabilities are
+// stored in shared memory in 16-byte chunks, chunk c of row r at c ^ (r % 8): rows are multiples of 128 bytes long, and
+// with this swizzle the eight rows of a tile use all banks. Pages are copied asynchronously chunk by chunk, with
+// BUFFERS page buffers. Rows outside the context are filled with zeros, so the page's memory there, even NaN, has no
+// effect.
 //
-// Scores are products of 32 rows x 16 tokens, by half of the warps: the larger a tile, the fewer reads of shared memory,
-// which bound this product. Values are products of 32 rows x COLUMNS, whose sums stay in registers throughout.
+// Scores are MMAs of 32 rows x 16 tokens, by half of the warps: larger tiles need fewer reads of shared memory, which
+// limit this product. Values are MMAs of 32 rows x COLUMNS, whose sums stay in registers for all pages.
 #include "attention.cuh"
 
 constexpr u32 ROW_BYTES = 2 * WIDTH, STEPS = WIDTH / 16;
-constexpr u32 RAW_ROW = VALUE_BYTES * WIDTH;  // as pages hold it
+constexpr u32 RAW_ROW = VALUE_BYTES * WIDTH;  // as stored in a page
 constexpr bool CONVERT = VALUE_BYTES == 1;
 constexpr u32 WARPS = THREADS / 32;
 
@@ -26,10 +27,10 @@ constexpr u32 QUERIES = 0;
 constexpr u32 PAGES = QUERIES + ROWS * ROW_BYTES;     // one, if pages are converted, else BUFFERS
 constexpr u32 RAW = PAGES + PAGE * ROW_BYTES;         // BUFFERS pages to be converted
 constexpr u32 CHANCES = CONVERT ? RAW + BUFFERS * PAGE * RAW_ROW : PAGES + BUFFERS * PAGE * ROW_BYTES;  // bf16 [ROWS, PAGE]
-constexpr u32 LARGEST = CHANCES + 2 * ROWS * PAGE;    // float32 [QUARTERS, ROWS]: scores of a page
-constexpr u32 MOST = LARGEST + 4 * QUARTERS * ROWS;   // float32 [2, ROWS]: the largest score before a page, and with it
-constexpr u32 TOTALS = MOST + 8 * ROWS;               // float32 [QUARTERS, ROWS]: sums of chances
-constexpr u32 LENGTHS = TOTALS + 4 * QUARTERS * ROWS;  // int32 [ROWS], where TOGETHER > 1
+constexpr u32 LARGEST = CHANCES + 2 * ROWS * PAGE;    // float32 [QUARTERS, ROWS]: the largest scores of a page
+constexpr u32 MOST = LARGEST + 4 * QUARTERS * ROWS;   // float32 [2, ROWS]: the largest score before and after a page
+constexpr u32 TOTALS = MOST + 8 * ROWS;               // float32 [QUARTERS, ROWS]: sums of CHANCES
+constexpr u32 LENGTHS = TOTALS + 4 * QUARTERS * ROWS;  // int32 [ROWS], if TOGETHER > 1
 constexpr u32 SHARED = LENGTHS + LENGTHS_BYTES;
 
 static_assert(BUFFERS == 1 || BUFFERS == 2, "one where no split has two pages");
@@ -39,10 +40,10 @@ static_assert(GROUPS * (R / COLUMNS) <= WARPS && GROUPS * QUARTERS <= WARPS, "a 
 static_assert(THREADS == 8 * PAGE && ROWS <= PAGE, "eight threads copy a row");
 static_assert(SHARED <= 232448, "a block's shared memory");
 
-// Where a row's chunk of 16 bytes lies.
+// The address offset of a row's 16-byte chunk.
 FN u32 chunk_at(u32 row, u32 row_bytes, u32 chunk) { return row * row_bytes + 16 * (chunk ^ (row & 7)); }
 
-// ---- copies. Eight threads have a row; thread p of them copies chunks p, p + 8, ...
+// ---- copies. Eight threads copy a row; thread p of them copies chunks p, p + 8, ...
 
 FN u32 copied_row() { return thread_index() / 8; }
 FN u32 copied_piece() { return thread_index() % 8; }
@@ -60,7 +61,8 @@ FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
     copy_row<ROW_BYTES>(base + QUERIES + chunk_at(row, ROW_BYTES, piece), head_of(a, w, real ? row : 0) + 16 * piece, real);
 }
 
-// Raw rows lie as they are, for the threads that copied them; others in their final places.
+// Rows to be converted are stored unswizzled, since the threads that copied them also convert them; others are stored
+// in their final place.
 FN void copy_page(const AttendLaunch& a, const Work& w, u32 to, u32 number, u32 page) {
     u32 row = copied_row(), piece = copied_piece();
     const char* from = a.plane + (u64)page * a.page_stride + row * RAW_ROW + 16 * piece;
@@ -71,7 +73,7 @@ FN void copy_page(const AttendLaunch& a, const Work& w, u32 to, u32 number, u32 
 FN u32 widen(u32 pair) { return widen_apart((pair & 0xff) << 8 | (pair & 0xff00) << 16); }
 FN u32x4 widen(u32 a, u32 b) { return {widen(a), widen(a >> 16), widen(b), widen(b >> 16)}; }
 
-// Each thread what it copied itself.
+// Each thread converts what it copied itself.
 FN void convert_page(u32 to, u32 raw) {
     u32 row = copied_row();
 #pragma unroll 1
@@ -88,7 +90,7 @@ FN u32 tile_row(u32 group, u32 i) { return 16 * (group * TILES + i); }
 
 struct Scores { float s[TILES][2][4]; };  // 16 rows x 8 tokens each
 
-// A lane's address for load_tiles, at another 16 columns than the first.
+// A lane's address for load_tiles, at columns 16 step to 16 step + 15.
 FN u32 step_of(u32 at, u32 step) { return (at ^ 32 * (step % 4)) + 128 * (step / 4); }
 
 struct Step { u32x4 k, q[TILES]; };  // fragments of 16 columns
@@ -98,7 +100,7 @@ FN void load_step(Step& f, u32 k_at, const u32 (&q_at)[TILES], u32 step) {
     for (u32 i = 0; i < TILES; i++) f.q[i] = load_tiles(step_of(q_at[i], step));
 }
 
-// One step is multiplied while the next one is on its way.
+// MMAs of one step run while the fragments of the next are loaded.
 FN void score(Scores& c, u32 queries, u32 page, u32 group, u32 quarter) {
     u32 lane = lane_index(), q_at[TILES];
     for (u32 i = 0; i < TILES; i++) q_at[i] = queries + chunk_at(tile_row(group, i) + lane % 16, ROW_BYTES, lane / 16);
@@ -136,7 +138,7 @@ FN void scale_and_mask(Scores& c, const AttendLaunch& a, const Work& w, u32 base
         }
 }
 
-// ---- softmax. The four lanes of a row agree on what is theirs.
+// ---- softmax. The four lanes that share a row combine their values with shuffles.
 
 FN float four_sum(float v) { return v += shuffle_xor(v, 1), v + shuffle_xor(v, 2); }
 FN float four_max(float v) { return v = larger(v, shuffle_xor(v, 1)), larger(v, shuffle_xor(v, 2)); }
@@ -156,7 +158,7 @@ FN void share_largest(const Scores& c, u32 base, u32 group, u32 quarter) {
         }
 }
 
-// Scores become chances relative to the largest score so far; the total before fades to match. page: of the split.
+// Converts scores to exp2(score - largest score so far) and rescales the previous total. page: index within the split.
 FN void soften(const Scores& c, u32 base, u32 page, u32 group, u32 quarter) {
     u32 t = lane_index() % 4;
     for (u32 i = 0; i < TILES; i++)
@@ -214,7 +216,7 @@ FN void add_values(Latents& c, u32 base, u32 page, u32 group, u32 column) {
     }
 }
 
-// Through shared memory, where queries were, so that a warp writes whole lines.
+// Stores through shared memory, in the place of the queries, so that a warp writes whole cache lines.
 FN void store_latents(const AttendLaunch& a, const Latents& c, u32 base, u32 group, u32 column, const Work& w) {
     u32 t = lane_index() % 4;
     for (u32 i = 0; i < TILES; i++)
@@ -234,8 +236,8 @@ FN void store_latents(const AttendLaunch& a, const Latents& c, u32 base, u32 gro
 KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
     let_next_grid_start();
     u32 base = shared_base(), warp = warp_index(), thread = thread_index();
-    // Lengths, tables and pages are read before the wait below. The newest row of a page is of the grid before `absorb`, and
-    // `absorb` between lets this grid begin only after its own wait for that.
+    // The next lines read lengths, tables and pages before the wait below. The newest row of a page was written by the
+    // grid before `absorb`; `absorb` calls let_next_grid_start only after it has waited for that grid.
     Work w = find_work(a);
     u32 count = w.count;
     if (count == 0) {

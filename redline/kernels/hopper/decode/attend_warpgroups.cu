@@ -1,37 +1,37 @@
-// Absorbed latent attention over pages by products of warpgroups: the same arguments and results as attend.cu's.
+// Absorbed latent attention over pages with warpgroup MMAs: the same arguments and results as attend.cu.
 //
-// A page is the left operand of both products, from one copy in shared memory: scores [64 tokens x ROWS] are page times
-// queries, latents [R x ROWS] are the transposed page times probabilities. So a block's ROWS heads are columns, of which
-// a product may have any number, and a product of 16 takes half the time of one of 64.
+// A page is the a operand of both products, from one copy in shared memory: scores [64 tokens x ROWS] are page times
+// queries, latents [R x ROWS] are the transposed page times probabilities. So the ROWS heads of a thread block are
+// columns, of which wgmma supports any multiple of 8; an MMA with 16 columns takes half the time of one with 64.
 //
-// Rows lie in tiles of 64 columns, 128 bytes of a row each, as `wgmma_attention.cuh` says; a row outside the context is
-// zeros, so whatever a page holds there, NaN too, takes no part. For each page:
-// - the first of four warpgroups scores it and turns scores into probabilities, while the others bring pages: bf16 as
-//   they are, BUFFERS deep; e4m3 through registers, a page ahead, widened into the other buffer;
-// - then each warpgroup adds to its SHARE of the tiles of latents, whose sums stay in registers throughout.
+// Rows are stored in tiles of 64 columns, 128 bytes of a row each, in the layout of `wgmma_attention.cuh`. Rows outside
+// the context are filled with zeros, so the page's memory there, even NaN, has no effect. For each page:
+// - the first of four warpgroups computes scores and turns them into probabilities, while the others load pages: bf16
+//   with asynchronous copies into BUFFERS buffers; e4m3 through registers, a page ahead, widened into the other buffer;
+// - then each warpgroup accumulates its SHARE of the tiles of latents, whose sums stay in registers for all pages.
 #include "attention.cuh"
 #include "wgmma_attention.cuh"
 
 constexpr bool CONVERT = VALUE_BYTES == 1;
-constexpr u32 RAW_ROW = VALUE_BYTES * WIDTH;  // as pages hold it
+constexpr u32 RAW_ROW = VALUE_BYTES * WIDTH;  // as stored in a page
 constexpr u32 GROUP = 128;                    // threads of a warpgroup
-constexpr u32 BRINGERS = THREADS - GROUP;     // of pages
+constexpr u32 BRINGERS = THREADS - GROUP;     // threads that load pages
 constexpr u32 TILES = WIDTH / 64, VALUE_TILES = R / 64;
 constexpr u32 SHARE = (VALUE_TILES + 3) / 4, VALUE_GROUPS = VALUE_TILES / SHARE;
 constexpr u32 SUMS = ROWS / 2;                // of a thread, in 64 x ROWS
-constexpr u32 CHAINS = ROWS == 64 ? 1 : 2;    // of scores
+constexpr u32 CHAINS = ROWS == 64 ? 1 : 2;    // independent sums of scores
 constexpr u32 RAW_CHUNKS = RAW_ROW / 16;      // of 16 bytes, in a row
 constexpr u32 HELD = (PAGE * RAW_CHUNKS + BRINGERS - 1) / BRINGERS;
 
 constexpr u32 TILE_BYTES = PAGE * 128, QUERY_TILE_BYTES = ROWS * 128, PAGE_BYTES = TILES * TILE_BYTES;
 constexpr u32 QUERIES = 0;
 constexpr u32 PAGES = QUERIES + TILES * QUERY_TILE_BYTES;
-constexpr u32 CHANCES = PAGES + BUFFERS * PAGE_BYTES;  // bf16 [ROWS, PAGE]
-constexpr u32 LARGEST = CHANCES + ROWS * 128;          // float32 [4, ROWS]: scores of a page, by warp
-constexpr u32 TOTALS = LARGEST + 16 * ROWS;            // float32 [4, ROWS]: sums of chances, by warp
+constexpr u32 CHANCES = PAGES + BUFFERS * PAGE_BYTES;  // bf16 [ROWS, PAGE]: exp2(score - largest score)
+constexpr u32 LARGEST = CHANCES + ROWS * 128;          // float32 [4, ROWS]: the largest scores of a page, by warp
+constexpr u32 TOTALS = LARGEST + 16 * ROWS;            // float32 [4, ROWS]: sums of CHANCES, by warp
 constexpr u32 MOST = TOTALS + 16 * ROWS;               // float32 [ROWS]: the largest score so far
-constexpr u32 FADING = MOST + 4 * ROWS;                // float32 [ROWS]: what a page before now counts
-constexpr u32 LENGTHS = FADING + 4 * ROWS;             // int32 [ROWS], where TOGETHER > 1
+constexpr u32 FADING = MOST + 4 * ROWS;                // float32 [ROWS]: the factor that rescales sums of earlier pages
+constexpr u32 LENGTHS = FADING + 4 * ROWS;             // int32 [ROWS], if TOGETHER > 1
 constexpr u32 SHARED = LENGTHS + LENGTHS_BYTES;
 
 static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64, "a head has a thread of a warpgroup");
@@ -39,13 +39,13 @@ static_assert(R % 64 == 0 && P % 64 == 0 && SHARE <= 2 && VALUE_TILES % SHARE ==
 static_assert(BUFFERS == 1 || BUFFERS == 2, "one where no split has two pages");
 static_assert(THREADS == 4 * GROUP && SHARED <= 232448, "a block");
 
-// From one lane, so that the compiler knows that a warp agrees.
+// Broadcast from lane 0, so that the compiler knows that the value is uniform in a warp.
 FN u32 warpgroup() { return shuffle(warp_index() / 4, 0); }
 
-// Where 16 bytes of a row lie, in tiles of so many bytes.
+// The address offset of 16 bytes of a row, with this number of bytes per tile.
 FN u32 chunk_at(u32 row, u32 chunk, u32 tile_bytes) { return chunk / 8 * tile_bytes + 128 * row + 16 * ((chunk ^ row) % 8); }
 
-// A thread's 64 x ROWS sums, as bf16, one row of 128 bytes for each column.
+// Stores a thread's 64 x ROWS sums as bf16, one row of 128 bytes for each column.
 FN void store_transposed(u32 tile, const float (&c)[SUMS]) {
     u32 lane = lane_index(), to = tile + chunk_at(lane / 16 * 8 + lane % 8, warp_index() % 4 * 2 + lane / 8 % 2, 0);
     for (u32 j = 0; j < SUMS; j += 8) {
@@ -55,14 +55,15 @@ FN void store_transposed(u32 tile, const float (&c)[SUMS]) {
     }
 }
 
-// ---- what comes in
+// ---- loads
 
-// Eight threads copy 128 bytes of a row, each its 16 of them.
+// Eight threads copy 128 bytes of a row, 16 bytes each.
 FN u32 piece() { return thread_index() % 8; }
 
-// All threads: a row of each head, zeros for those that this work has not.
+// Called by all threads: copies a row for each head, zeros for rows that do not exist.
 FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
-    // One head is looked up: the first, which the others lie behind; of several queries the thread's only one.
+    // Each thread looks up one head: for one query the first, from which the others follow; for several the only one it
+    // copies.
     u32 known = TOGETHER > 1 ? smaller(thread_index() / 8 % ROWS, w.rows - 1) : 0;
     const char* from = head_of(a, w, known);
 #pragma unroll 3
@@ -76,12 +77,12 @@ FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
     copies_commit();
 }
 
-// The other warpgroups: page after page of this work.
+// The warpgroups other than the first: they load page after page.
 struct Bringer {
     const AttendLaunch& a;
     const Work& w;
-    u32 base, fetched, next;  // pages; the next one's number, read a page ahead
-    typedef u32x4 Raw[CONVERT ? HELD : 1];  // a thread's share of a page
+    u32 base, fetched, next;  // fetched: pages; next: the next page's number, read one page ahead
+    typedef u32x4 Raw[CONVERT ? HELD : 1];  // a thread's part of a page
     Raw raw;
 
     __device__ __forceinline__ Bringer(const AttendLaunch& a, const Work& w)
@@ -123,7 +124,8 @@ struct Bringer {
         return {widen_apart(pick_bytes<0x1404>(x)), widen_apart(pick_bytes<0x3424>(x)), widen_apart(pick_bytes<0x1404>(y)),
                 widen_apart(pick_bytes<0x3424>(y))};
     }
-    // Of eight lanes that store together four have another tile, and store their second half first: so all meet other banks.
+    // Of eight lanes that store at the same time, four have another tile and store their second half first: so they use
+    // all banks.
     __device__ __forceinline__ void convert(const Raw& raw, u32 page) {
 #pragma unroll
         for (u32 k = 0; k < HELD; k++) {
@@ -136,7 +138,8 @@ struct Bringer {
         }
     }
 
-    // Queries come between pages, of which the first is asked for before the grid in front has ended.
+    // Loads of the first page are issued before the previous grid has ended; then come the queries, and the second
+    // page.
     __device__ __forceinline__ void begin() {
         if (CONVERT) {
             Raw first;
@@ -151,14 +154,14 @@ struct Bringer {
             if (BUFFERS > 1) copy();
         }
     }
-    __device__ __forceinline__ void show() {  // the next page, to products after a barrier
+    __device__ __forceinline__ void show() {  // makes the next page visible to MMAs after a barrier
         copies_wait<CONVERT ? 0 : BUFFERS - 1>();
         show_products();
     }
     __device__ __forceinline__ void while_scored(u32 page) {
         if (CONVERT && page + 1 < w.count) convert(raw, page + 1), load(raw);
     }
-    __device__ __forceinline__ void after(u32) {  // a page, whose buffer is free
+    __device__ __forceinline__ void after(u32) {  // called after a page, when its buffer is free
         if (!CONVERT) copy();
     }
 };
@@ -168,7 +171,7 @@ struct Bringer {
 struct Largest { FN float join(float a, float b) { return larger(a, b); } };
 struct Sum { FN float join(float a, float b) { return a + b; } };
 
-// Half of a lane's values are traded for the other half of its partner's, and joined.
+// Each lane exchanges half of its values with a partner lane and joins the other half with the partner's values.
 template <class Way, u32 LEFT, u32 VALUES>
 FN void trade(float (&v)[VALUES], u32 partner) {
     bool upper = lane_index() & partner;
@@ -183,7 +186,7 @@ FN void trade(float (&v)[VALUES], u32 partner) {
 
 // Lane 4g + t has two heads of each eight, 2t and 2t + 1, and two tokens of its warp's 16, g and g + 8 (`lower`).
 struct Scorer {
-    static constexpr u32 HEADS = ROWS / 4, KEPT = HEADS > 8 ? HEADS / 8 : 1;  // of a lane, and when eight have joined theirs
+    static constexpr u32 HEADS = ROWS / 4, KEPT = HEADS > 8 ? HEADS / 8 : 1;  // of a lane, before and after joining
     const AttendLaunch& a;
     const Work& w;
     u32 base;
@@ -226,7 +229,7 @@ struct Scorer {
     }
     __device__ __forceinline__ void after(u32) {}
 
-    // In several chains of sums where products are so short that each would wait for the one before.
+    // Uses several independent sums if an MMA is so short that each would wait for the one before it.
     __device__ __forceinline__ void score(float (&s)[SUMS], u32 page) const {
         Operand rows = operand(page), queries = operand(base + QUERIES);
         float chains[CHAINS][SUMS] = {};
@@ -274,7 +277,7 @@ struct Scorer {
         store_shared_f32(base + FADING + 4 * head, exp2_fast(before - most));
     }
 
-    // Scores become chances relative to the largest score so far; the total before fades to match.
+    // Converts scores to exp2(score - largest score so far) and rescales the previous total.
     __device__ __forceinline__ void soften(float (&s)[SUMS]) {
         float sum[HEADS];
         for (u32 j = 0; j < ROWS / 8; j++) {
@@ -293,7 +296,7 @@ struct Scorer {
 
 // ---- values
 
-// A lane's pairs of heads times what `factors` says of each.
+// Multiplies the sums of a lane's pairs of heads by `factors(first head of the pair)`.
 template <class Factors>
 FN void multiply_heads(float (&o)[SHARE][SUMS], Factors factors) {
     for (u32 j = 0; j < ROWS / 8; j++) {
@@ -329,7 +332,8 @@ FN void add_values(float (&o)[SHARE][SUMS], u32 base, u32 page, u32 group) {
     for (u32 k = 0; k < SHARE; k++) settle(o[k]);
 }
 
-// Through shared memory, where this warpgroup's part of the page was, so that whole lines are written.
+// Stores through shared memory, in the place of this warpgroup's tiles of the page, so that whole cache lines are
+// written.
 FN void store_latents(const AttendLaunch& a, const Work& w, const float (&o)[SHARE][SUMS], u32 page, u32 group) {
     sync_threads(1 + group, GROUP);
     for (u32 k = 0; k < SHARE; k++) store_transposed(page + (group + 4 * k) * TILE_BYTES, o[k]);
@@ -344,7 +348,8 @@ FN void store_latents(const AttendLaunch& a, const Work& w, const float (&o)[SHA
         }
 }
 
-// All pages, by one of the parts that warpgroups play. Barriers: a page is there; its chances are; its buffer is free.
+// Processes all pages in the role `Part`, Scorer or Bringer. The three barriers: a page has arrived; its probabilities
+// are stored; its buffer is free.
 template <class Part>
 FN void run(Part& part, const AttendLaunch& a, const Work& w, u32 group) {
     u32 base = shared_base_1024(), page = base + PAGES;
@@ -386,8 +391,8 @@ FN void store_lse(const AttendLaunch& a, const Work& w, u32 base) {
 
 KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
     let_next_grid_start();
-    // Lengths, tables and pages are read before the wait. The newest row of a page is of the grid before `absorb`, and
-    // `absorb` between lets this grid begin only after its own wait for that.
+    // find_work and the loads of pages come before the wait. The newest row of a page was written by the grid before
+    // `absorb`; `absorb` calls let_next_grid_start only after it has waited for that grid.
     Work w = find_work(a);
     u32 group = warpgroup();
     if (w.count == 0) {

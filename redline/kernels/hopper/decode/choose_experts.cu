@@ -1,4 +1,5 @@
-// Top-k and the lists that the expert kernels read, of any logits: a warp to a token.
+// Top-k experts of each token, and the lists that the expert kernels read, from logits in global memory: a warp per
+// token.
 #include "choose.cuh"
 
 struct ChooseExpertsLaunch {
@@ -13,7 +14,7 @@ struct ChooseExpertsLaunch {
     int* ids;             // [T, K]
     float* shares;        // [T, K]
     int* origin;          // [T K]
-    int* done;            // [1]: blocks that have chosen; zero between launches
+    int* done;            // [1]: thread blocks that have finished; zero between launches
     int tokens, slots, normalise;
     float scale;
 };

@@ -1,24 +1,25 @@
-// y = W x for T <= 8 tokens: the dense products of a decode step, and what follows them.        N outputs, K inputs.
+// y = W x for T <= 8 tokens: the dense products of a decode step, with their epilogues.        N outputs, K inputs.
 //
-// The weights stream once through shared memory, in tiles of 16 outputs x 32 inputs (layouts/tiled.py): they are the 16 rows
-// of mma.sync, the tokens are its 8 columns. Integers of 8 bits come in tiles of 16 x 64 and become bf16 on their way into
-// mma.sync, exactly; a row's scale is applied to its sum. K is shared by WARPS_PER_TILE warps, each of which keeps its part of x in
-// registers for the whole kernel.
+// The weights stream once through shared memory, in tiles of 16 outputs x 32 inputs (layouts/tiled.py): a tile is the
+// 16 rows of mma.sync, the tokens are its 8 columns. 8-bit integers are stored in tiles of 16 x 64 and are converted to
+// bf16 in registers, exactly; a row's scale is applied to its sum. K is divided among WARPS_PER_TILE warps, each of
+// which keeps its part of x in registers for the whole kernel.
 //
-// Four warps are a group with a ring of its own. One bulk copy fills a stage: a piece of UNITS tiles for each of them, in
-// the order of memory. Whoever of the four is last to finish a stage requests what comes into it next; nobody waits for
-// a free stage. The first stages are requested before the grid in front has ended. x then takes the end of shared memory,
-// and the stages under it are filled once x is in registers.
+// Four warps are a group with its own ring of stages. One bulk copy fills a stage with a piece of UNITS tiles for each
+// of the four warps, in the order of memory. The last of the four warps to finish a stage starts the copy that refills
+// it, so no warp waits for a free stage. Copies into the first stages start before the previous grid has ended. x is
+// then loaded at the end of shared memory, and the stages that it overlaps are filled once x is in registers.
 //
-// A column's sums depend on its own x alone: in order of K within a warp, then over the warps. So a token has the same
-// bits whatever the number of tokens.
+// A column's sums depend on its own x alone: they are added in order of K within a warp, then over the warps. So a
+// token has the same bits whatever the number of tokens.
 //
-// Macros: INPUTS (K, padded), ALL_INPUTS (of a row in memory: more than INPUTS where ranks share K), BITS (of a weight, 16 or
-// 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
-// front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
-// warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
-// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_A
-// and PROJECT_OUT, whose sums are then those of all ranks (all_reduce.cuh).
+// Macros: INPUTS (K, padded), ALL_INPUTS (inputs of a row in memory: more than INPUTS if K is divided among ranks),
+// BITS (of a weight, 16 or 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (stages that x
+// does not overlap), EARLY_STAGES (stages filled before the previous grid has ended), COLUMNS (1, 2, 4 or 8 >= T),
+// SLICES (parts of K whose x is in registers one after the other), TILES (tiles whose sums a warp keeps), ROW_TILES,
+// BATCHED (there are more tiles than that, which are processed in batches), EPILOGUE and its sizes; and byte offsets in
+// shared memory: X_AT, SUMS_AT (BATCHED: space for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_A and
+// PROJECT_OUT, whose epilogues contain an all-reduce (all_reduce.cuh).
 #include "core.cuh"
 #include "all_reduce.cuh"
 
@@ -37,30 +38,31 @@ constexpr u32 MOST_TOKENS = 8, MOST_PARTS = 256;
 constexpr u32 WARPS = THREADS / 32, GROUPS = WARPS / 4;
 constexpr u32 TILES_AT_ONCE = WARPS / WARPS_PER_TILE, K_GROUPS = WARPS_PER_TILE / 4;
 constexpr u32 SLICE_INPUTS = INPUTS / SLICES;
-constexpr u32 SHARE = SLICE_INPUTS / TILE_INPUTS / WARPS_PER_TILE;  // units, a tile's inputs, of a warp, in a slice
-constexpr u32 UNIT_X = TILE_INPUTS / 8;                             // registers of x that a lane has of a unit
+constexpr u32 SHARE = SLICE_INPUTS / TILE_INPUTS / WARPS_PER_TILE;  // units (a tile's inputs) of a warp, in a slice
+constexpr u32 UNIT_X = TILE_INPUTS / 8;                             // registers of x that a lane has for a unit
 constexpr u32 PIECES = SHARE / UNITS;
 constexpr u32 PIECE_BYTES = UNITS * TILE_BYTES, STAGE_BYTES = 4 * PIECE_BYTES;
-constexpr u32 X_BYTES = SLICE_INPUTS * 2, X_STRIDE = X_BYTES + 64;  // 64: two tokens' rows begin in different banks
+constexpr u32 X_BYTES = SLICE_INPUTS * 2, X_STRIDE = X_BYTES + 64;  // 64: rows of two tokens begin in different banks
 constexpr u32 SUMS_BYTES = TILE_ROWS * COLUMNS * 4;                 // of a warp and a tile
-constexpr u32 BATCH = TILES * TILES_AT_ONCE;                        // tiles whose sums are kept at a time
+constexpr u32 BATCH = TILES * TILES_AT_ONCE;                        // tiles whose sums are kept at the same time
 static_assert(PIECES * UNITS * WARPS_PER_TILE * SLICES * TILE_INPUTS == INPUTS, "K comes apart into pieces");
 static_assert(SLICES == 1 || (FREE_STAGES == STAGES && !BATCHED), "x of the next slice needs a room of its own");
 static_assert(EARLY_STAGES <= FREE_STAGES && FREE_STAGES <= STAGES, "stages");
 static_assert(BATCH * 64 <= THREADS, "a thread finishes two rows for one token");
 
-// Shared memory: barriers and small sums, the ring [stage][group], x [token], the warps' sums. Once the last stage is
-// read the sums may take the ring's place.
+// Shared memory: barriers and small sums, the ring [stage][group], x [token], the warps' sums. After the last stage has
+// been read, the sums may overwrite the ring.
 constexpr u32 BARRIERS = 0, X_BARRIER = GROUPS * STAGES * 16, RSTD = X_BARRIER + 16;
 constexpr u32 SQUARES = RSTD + 4 * MOST_TOKENS, ROW_SQUARES = SQUARES + WARPS * 4 * MOST_TOKENS;
 static_assert(ROW_SQUARES + 4 * WARPS <= RING, "the small things fit");
 
 // ------------------------------------------------------------------------------------------------------ the epilogues
 //
-// Each has: Arguments, a struct with a name of its own; NORMED, whether x waits for its 1 / rms; HALVES, whether a thread
-// finishes rows i and i + 8 of a tile, or neighbours; `load_operands`, what two rows need beside their sums, read while the
-// weights arrive; `finish`, which returns the squares that count; and work beside the product (`Side`), begun when the grid
-// in front has ended, shared among the threads before a block barrier and ended after it.
+// Each epilogue defines: Arguments, a struct with a unique name; NORMED, whether the factor 1 / rms of x is applied to
+// the sums; HALVES, whether a thread finishes rows i and i + 8 of a tile, or neighbouring rows; `load_operands`, which
+// loads what two rows need in addition to their sums while the weights arrive; `finish`, which returns the row's
+// contribution to the sum of squares; and additional work (`Side`): `begin_side` runs when the previous grid has ended,
+// `share_side` before a block-wide barrier, `end_side` after it.
 
 // Zeros in columns [from, to) of out [tokens, to].
 FN void pad_columns(u16* out, u32 from, u32 to, u32 tokens) {
@@ -70,7 +72,7 @@ FN void pad_columns(u16* out, u32 from, u32 to, u32 tokens) {
 FN void store_bf16_pair(u16* at, float lo, float hi) { store_global(at, pack_bf16(lo, hi)); }
 FN void store_f32_pair(float* at, float lo, float hi) { store_global_2(at, {as_u32(lo), as_u32(hi)}); }
 
-// Two rows' sums for one token become those of all ranks.
+// All-reduces the sums of two rows for one token.
 template <class Launch>
 FN void add_ranks(const Launch& a, u32 row, u32 token, float& lo, float& hi) {
 #if RANKS > 1
@@ -84,18 +86,18 @@ FN void add_ranks(const Launch& a, u32 row, u32 token, float& lo, float& hi) {
 }
 
 #if EPILOGUE == PROJECT_A
-// RANK_Q rows of queries, RANK_Q_PADDED of them in memory, then the OUTPUTS - RANK_Q of latent and key.
+// RANK_Q rows of queries (rows of q are padded to RANK_Q_PADDED), then OUTPUTS - RANK_Q rows of latent and key.
 struct ProjectALaunch {
     const u8* weights;     // bf16 [ROW_TILES, ALL_INPUTS / 32, 16, 32], from this rank's INPUTS on
-    const u8* x;           // bf16 [T, ALL_INPUTS], likewise
+    const u8* x;           // bf16 [T, ALL_INPUTS], from this rank's INPUTS on
     const float* squares;  // [parts, 8]
     const float* gamma;    // [RANK_Q]
     u16* q;                // bf16 [T, RANK_Q_PADDED]
     float* squares_out;    // [blocks, 8]
     float* kv;             // [T, OUTPUTS - RANK_Q]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // all_reduce.cuh; null: there is one rank, or each multiplies all inputs
-    u64 site;      // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
+    u64* control;  // described in all_reduce.cuh; null: there is one rank, or each rank multiplies all inputs
+    u64 site;      // the all-reduce's first word in an inbox: [rank][OUTPUTS / 2][8][2] words
     u32 tokens, parts, rank, room;
     float eps;
 };
@@ -127,7 +129,8 @@ FN void end_side(const Arguments& a, const Side&) {
 #endif
 
 #if EPILOGUE == PROJECT_Q
-// Heads of NOPE + ROPE rows. Beside it block t writes token t's row [latent, normed (RANK) | key, rotated (ROPE)].
+// Heads of NOPE + ROPE rows. In addition block t writes token t's row of the KV cache: [latent, normed (RANK) | key,
+// rotated (ROPE)].
 #define PLANE_BF16 1
 #define PLANE_F32 2
 #define PLANE_E4M3 3
@@ -140,16 +143,16 @@ struct ProjectQLaunch {
     const float* cos;      // [T, ROPE / 2]
     const float* sin;      // [T, ROPE / 2]
     const u64* rows;       // [T]: page * 64 + place
-    u8* plane;             // bf16, float32 or e4m3 [pages, 64, RANK + ROPE], whose pages may lie apart
+    u8* plane;             // bf16, float32 or e4m3 [pages, 64, RANK + ROPE]; pages are page_stride apart
     u16* q;                // bf16 [T, OUTPUTS]
     u32 tokens, parts;
-    u32 page_stride;  // bytes from a page to the next
+    u32 page_stride;  // bytes from the start of a page to the next
     float eps;
 };
 using Arguments = ProjectQLaunch;
 constexpr bool NORMED = true, HALVES = false;
 
-FN f32x2 load_angle(const Arguments& a, u32 token, u32 pair) {  // its cosine and sine
+FN f32x2 load_angle(const Arguments& a, u32 token, u32 pair) {  // cosine and sine
     u32 at = token * (ROPE / 2) + pair;
     return {load_global_f32(a.cos + at), load_global_f32(a.sin + at)};
 }
@@ -167,7 +170,7 @@ FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, floa
     return 0.f;
 }
 
-// A thread has two neighbours of the row, and their gammas or their angle.
+// A thread has two neighbouring numbers of the row, and their gammas, or their cosine and sine.
 struct Side {
     f32x2 pair, factors;
     u32x2 row;
@@ -218,7 +221,7 @@ FN void end_side(const Arguments& a, const Side& side) {
 #endif
 
 #if EPILOGUE == PROJECT_OUT
-// OUTPUTS = D; x for the next norm in memory as OUTPUTS_PADDED.
+// OUTPUTS = D; x_out has rows of OUTPUTS_PADDED.
 struct ProjectOutLaunch {
     const u8* weights;      // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
     const u8* x;            // bf16 [T, INPUTS]
@@ -229,8 +232,8 @@ struct ProjectOutLaunch {
     u16* x_out;             // bf16 [T, OUTPUTS_PADDED]
     float* squares_out;     // [blocks, 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // all_reduce.cuh; null: there is one rank
-    u64 site;               // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
+    u64* control;  // described in all_reduce.cuh; null: there is one rank
+    u64 site;               // the all-reduce's first word in an inbox: [rank][OUTPUTS / 2][8][2] words
     u32 tokens, parts, rank, room;
     float eps;
 };
@@ -258,12 +261,14 @@ FN void end_side(const Arguments& a, const Side&) {
 #endif
 
 #if EPILOGUE == GATES
-// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each.
+// EXPERTS rows of router logits, padded to whole tiles; then tiles of 8 rows of gate and the same 8 of up, WIDTH of
+// each.
 //
-// Where experts are chosen, CHOSEN for each token (0: nobody does), whoever comes next waits for that alone. So logits come
-// first, in units: a tile's part of K, of one group. They are shared out over all blocks, in front of each block's own tiles.
-// The last block has no tiles: it waits for all units, adds up the parts and chooses, while the others multiply. A unit's sums
-// are their own sign that they have come: a word that nobody has left is minus zero, and whoever reads one makes it so again.
+// With CHOSEN > 0 this kernel also selects CHOSEN experts for each token, and the next kernel waits only for that. So
+// logits come first, in units: one group's part of K of a tile. Units are divided among all thread blocks, and each
+// block computes its units before its own tiles. The last block has no tiles: it waits for all units, adds the parts
+// and selects experts while the others multiply. No flags are needed for units: minus zero marks a word that has not
+// been stored, and its reader resets it.
 struct GatesLaunch {
     const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
     const u8* x;           // bf16 [T, INPUTS]
@@ -271,8 +276,8 @@ struct GatesLaunch {
     float* logits;         // [T, EXPERTS]
     u16* h;                // bf16 [T, WIDTH_PADDED]
     float* rstd;           // [8]
-    // What choosing wants; null where nobody chooses.
-    u32* notes;          // what blocks leave for one another: NOTES, then words [K_GROUPS, T, ROUTER_ROWS] of logits, not normed yet
+    // Used only if this kernel selects experts, otherwise null.
+    u32* notes;          // for exchange among blocks: NOTES words, then [K_GROUPS, T, ROUTER_ROWS] logits, not normed
     const float* bias;   // [EXPERTS] or null
     const int* forced;   // [T, CHOSEN] or null
     int* pair_token;     // [T CHOSEN]
@@ -289,7 +294,7 @@ struct GatesLaunch {
 using Arguments = GatesLaunch;
 constexpr bool NORMED = true, HALVES = true;
 constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-constexpr u32 TAKEN_BACK = 0, READY = 1, NOTES = 4;  // of notes: 1 once the last choice is none any more; 1 once this one is there
+constexpr u32 TAKEN_BACK = 0, READY = 1, NOTES = 4;  // words of notes: 1 after READY was reset; 1 after choosing
 
 FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4) {
@@ -370,14 +375,16 @@ FN void end_side(const Arguments&, const Side&) {}
 
 // --------------------------------------------------------------------------------------------------------- the stream
 
-// A block's row tiles. Those with one more than others lie between those, so that neighbours on the chip have like loads.
+// A thread block's row tiles. Blocks with one tile more are spread evenly among the others, which balances the load on
+// the GPU.
 struct Run { u32 first, end; };
 FN Run share_out(u32 tiles, u32 block, u32 blocks) { return {block * tiles / blocks, (block + 1) * tiles / blocks}; }
 
 #if EPILOGUE == GATES && CHOSEN
 constexpr bool CHOOSES = true;
 constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, LOGIT_UNITS = LOGIT_TILES * K_GROUPS;
-// The last block, where there are several, has none of the other tiles. The first of the others have a tile more.
+// With several blocks, the last one has no tiles other than logits. If the rest does not divide evenly, the first
+// blocks have one tile more.
 FN bool is_last_block() { return block_index() + 1 == grid_size(); }
 FN Run run_of_block() {
     u32 tiles = ROW_TILES - LOGIT_TILES, block = block_index(), blocks = grid_size() - (grid_size() > 1);
@@ -385,7 +392,7 @@ FN Run run_of_block() {
     u32 each = tiles / blocks, more = tiles % blocks, first = LOGIT_TILES + block * each + smaller(block, more);
     return {first, first + each + (block < more)};
 }
-// One for each of the last blocks; only where there are more units than blocks has a block several.
+// One unit for each of the last blocks; blocks have several only if there are more units than blocks.
 FN Run units_of_block() {
     u32 block = block_index(), blocks = grid_size();
     if (LOGIT_UNITS > blocks) return share_out(LOGIT_UNITS, block, blocks);
@@ -398,20 +405,20 @@ FN Run run_of_block() { return share_out(ROW_TILES, block_index(), grid_size());
 FN Run units_of_block() { return {0, 0}; }
 #endif
 
-// The pieces that a group reads, in their order: units of logits; then, slice by slice, in a slice tile by tile.
+// The pieces that a group reads, in order: units of logits; then slice by slice, and within a slice tile by tile.
 struct Walk {
     const u8* weights;
-    u32 first, count;  // its first row tile, and how many: every TILES_AT_ONCE-th
+    u32 first, count;  // first row tile, and the number of tiles: every TILES_AT_ONCE-th
     u32 k_group;
     u32 unit, units_end;     // the next unit; every K_GROUPS-th is this group's
-    u32 slice, tile, piece;  // the next one
+    u32 slice, tile, piece;  // the next ones
 };
 FN Walk begin_walk(const u8* weights, Run run, Run units) {
     u32 first = run.first + warp_index() / WARPS_PER_TILE;
     u32 count = first < run.end ? (run.end - first + TILES_AT_ONCE - 1) / TILES_AT_ONCE : 0;
     u32 k_group = warp_index() % WARPS_PER_TILE / 4;
     u32 unit = units.first + (k_group + K_GROUPS - units.first % K_GROUPS) % K_GROUPS;
-    if (warp_index() >= WARPS_PER_TILE) unit = units.end;  // K_GROUPS groups have them all
+    if (warp_index() >= WARPS_PER_TILE) unit = units.end;  // the first K_GROUPS groups have all units
     return {weights, first, count, k_group, unit, units.end, count ? 0u : SLICES, 0, 0};
 }
 FN bool is_at_units(const Walk& w) { return CHOOSES && w.unit < w.units_end; }
@@ -435,7 +442,7 @@ FN void advance(Walk& w) {
 
 struct Ring {
     u32 stages, barriers;  // of this warp's group
-    u32 stage, parity;     // the next to be read
+    u32 stage, parity;     // the next stage to be read
     u64 policy;
 };
 FN Ring begin_ring() {
@@ -464,7 +471,7 @@ FN void fill_first(const Ring& ring, Walk& wanted, u32 first, u32 end) {
         advance(wanted);
     }
 }
-// This warp has read its stage. The last of the four has it filled again.
+// Called when this warp has read its stage. The last of the four warps refills it.
 FN void release(Ring& ring, Walk& wanted) {
     sync_warp();
     if (is_left(wanted)) {
@@ -478,7 +485,7 @@ FN void release(Ring& ring, Walk& wanted) {
     }
 }
 
-// ----------------------------------------------------------------------------------------------------------- x, 1 / rms
+// ---------------------------------------------------------------------------------------------------------- x, 1 / rms
 
 FN void request_x(const Arguments& a, u32 slice) {
     u32 barrier = shared_base() + X_BARRIER;
@@ -486,7 +493,7 @@ FN void request_x(const Arguments& a, u32 slice) {
     for (u32 token = 0; token < a.tokens; token++)
         copy_bulk(shared_base() + X_AT + token * X_STRIDE, a.x + token * (2 * ALL_INPUTS) + slice * X_BYTES, X_BYTES, barrier);
 }
-// The warp's fragments: lane 4g + t has a quarter, the t-th, of each of its units of token g.
+// Loads the warp's fragments: lane 4g + t has the t-th quarter of each of the warp's units, of token g.
 FN void read_x(u32 (&x)[SHARE][UNIT_X], u32 tokens) {
     u32 token = lane_index() / 4, k_group = warp_index() % WARPS_PER_TILE / 4, place = warp_index() % 4;
     u32 at = shared_base() + X_AT + token * X_STRIDE + lane_index() % 4 * (4 * UNIT_X);
@@ -501,7 +508,7 @@ FN void read_x(u32 (&x)[SHARE][UNIT_X], u32 tokens) {
         }
     }
 }
-// A slice's x into registers; the stages under it are filled then.
+// Loads a slice's x into registers; then fills the stages that x overlapped.
 FN void take_x(const Arguments& a, u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted, u32 slice) {
     barrier_wait(shared_base() + X_BARRIER, slice & 1);
     read_x(x, a.tokens);
@@ -509,7 +516,7 @@ FN void take_x(const Arguments& a, u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wa
     if (slice + 1 < SLICES && thread_index() == 0) request_x(a, slice + 1);
     fill_first(ring, wanted, FREE_STAGES, STAGES);
 }
-// Of token `warp`: squares [parts][8], summed lane by lane in order.
+// Warp i computes 1 / rms of token i: squares [parts][8], each lane adds its parts in order.
 FN void make_rstd(const Arguments& a) {
     u32 token = warp_index();
     if (token >= a.tokens) return;
@@ -525,15 +532,15 @@ FN void make_rstd(const Arguments& a) {
     if (lane_index() == 0) store_shared_f32(shared_base() + RSTD + 4 * token, reciprocal_root(sum / NORM_INPUTS + a.eps));
 }
 
-// ---------------------------------------------------------------------------------------------------------- the product
+// --------------------------------------------------------------------------------------------------------- the product
 
 #if BITS == 8
-// Four integers times two registers of x. `upper` is of row g, `lower` of row g + 8.
+// Multiplies four integers by two registers of x. `upper` is of row g, `lower` of row g + 8.
 FN void multiply_four(float (&c)[4], u32 upper, u32 lower, u32 x0, u32 x1) {
     mma_bf16(c, widen_s8<0>(upper), widen_s8<0>(lower), widen_s8<1>(upper), widen_s8<1>(lower), x0, x1);
 }
 #endif
-// UNITS tiles times the fragments from x on.
+// Multiplies UNITS tiles by the fragments from x on.
 FN void multiply_piece(float (&even)[4], float (&odd)[4], u32 piece, const u32 (*x)[UNIT_X]) {
     u32 at = piece + lane_index() * 16;
 #pragma unroll
@@ -550,7 +557,7 @@ FN void multiply_piece(float (&even)[4], float (&odd)[4], u32 piece, const u32 (
 #endif
     }
 }
-// One tile times the warp's slice of x, added to `sum`.
+// Multiplies one tile by the warp's slice of x, and adds to `sum`.
 FN void multiply_tile(float (&sum)[4], const u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted) {
     float even[4] = {}, odd[4] = {};
 #pragma unroll
@@ -564,7 +571,7 @@ FN void multiply_tile(float (&sum)[4], const u32 (&x)[SHARE][UNIT_X], Ring& ring
     for (u32 i = 0; i < 4; i++) sum[i] += even[i] + odd[i];
 }
 
-// A warp's sums lie as [row][column].
+// A warp's sums are stored as [row][column].
 FN u32 sums_at(u32 batch, u32 warp, u32 tile) {
     u32 buffer = BATCHED ? batch & 1 : 0;
     return shared_base() + SUMS_AT + ((buffer * WARPS + warp) * TILES + tile) * SUMS_BYTES;
@@ -604,8 +611,8 @@ FN Item item_of(const Arguments& a, Run run, u32 batch) {
 FN u32 operands_at(const Item& item) {
     return shared_base() + OPERANDS_AT + (thread_index() / MOST_TOKENS * COLUMNS + item.token) * 16;
 }
-// `early`: the operands, where ASKED_EARLY. Returns the thread's squares that count.
-constexpr bool ASKED_EARLY = EPILOGUE == HEAD_8;  // its batches are many, and short
+// `early`: the operands, if ASKED_EARLY. Returns the thread's contribution to the sums of squares.
+constexpr bool ASKED_EARLY = EPILOGUE == HEAD_8;  // it has many short batches
 FN float finish_batch(const Arguments& a, Run run, u32 batch, u32x4 early) {
     Item item = item_of(a, run, batch);
     if (!item.exists) return 0.f;
@@ -616,7 +623,7 @@ FN float finish_batch(const Arguments& a, Run run, u32 batch, u32x4 early) {
     u32 at = sums_at(batch, item.tile % TILES_AT_ONCE * WARPS_PER_TILE, item.tile / TILES_AT_ONCE);
     return finish(a, item.row, item.token, total(at, item.lo, item.token), total(at, item.hi, item.token), rstd, operands);
 }
-// This block's part of squares [parts][8], of what its threads finished; thread i has token i % 8.
+// Stores this block's part of squares [parts][8], from the rows that its threads finished; thread i has token i % 8.
 FN void store_squares(float* squares_out, float squares) {
     u32 room = shared_base() + SQUARES;
     squares += shuffle_xor(squares, 8);
@@ -634,7 +641,7 @@ FN void store_squares(float* squares_out, float squares) {
 static_assert(SLICES == 1, "units are multiplied with all of x");
 static_assert(16 * COLUMNS <= 128 && SUMS_BYTES <= PIECE_BYTES, "a group finishes a unit at once, in the place of a stage");
 
-// By block 0: the last choice is none any more, before the grid that asks may begin.
+// Called by block 0: resets READY before the next grid, which waits for it, may start.
 FN void take_back_choice(const Arguments& a) {
     if (thread_index() == 0) {
         store_global(a.notes + READY, 0);
@@ -647,7 +654,7 @@ FN void take_back_choice(const Arguments& a) {
 FN u32* logit_at(const Arguments& a, u32 k_group, u32 token, u32 expert) {
     return a.notes + NOTES + (k_group * a.tokens + token) * ROUTER_ROWS + expert;
 }
-// By a group: one unit, its sums added up in the stage that was read last.
+// Called by a group: one unit; its four partial sums are added in the stage that was read last.
 FN void multiply_unit(const Arguments& a, u32 unit, const u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted) {
     float even[4] = {}, odd[4] = {}, sum[4];
     u32 group = warp_index() / 4, thread = thread_index() % 128, stage = 0;
@@ -682,10 +689,10 @@ struct InRoom {
         return load_shared_f32(at + 4 * (token * EXPERTS + expert));
     }
 };
-// By the last block, in the place of its ring.
+// Called by the last block, in the place of its ring.
 FN void choose_of_all(const Arguments& a) {
     u32 room = shared_base() + RING, logits = room + CHOOSING_BYTES;
-    sync_block();  // no group reads a stage any more
+    sync_block();  // all groups have finished reading stages
     if (thread_index() == 0) {
         while (load_global_fresh(a.notes + TAKEN_BACK) != 1) wait_a_little();
         store_global(a.notes + TAKEN_BACK, 0);
@@ -759,7 +766,7 @@ KERNEL(dense, Arguments) {
             for (u32 tile = 0; tile < TILES; tile++)
                 if (batch * TILES + tile < count) multiply_tile(sums[tile], x, ring, wanted);
         }
-        if (!BATCHED) sync_block();  // the sums take the place of the ring
+        if (!BATCHED) sync_block();  // the sums overwrite the ring
 #pragma unroll
         for (u32 tile = 0; tile < TILES; tile++) keep_sums(sums_at(batch, warp_index(), tile), sums[tile]);
         if (batch == 0) share_side(a, side);

@@ -1,6 +1,7 @@
-// Rows of the embedding for T <= 64 tokens: the residual, x of the first norm, and its sums of squares (dense.py).
+// Looks up rows of the embedding for T <= 64 tokens: the residual, x of the first norm, and its sums of squares
+// (dense.py).
 //
-// A block has 128 columns of 8 tokens, a warp one token, a lane four columns. Macros: HIDDEN, HIDDEN_PADDED.
+// A thread block has 128 columns of 8 tokens, a warp one token, a lane four columns. Macros: HIDDEN, HIDDEN_PADDED.
 #include "core.cuh"
 
 constexpr u32 COLUMNS = 128, TOKENS = THREADS / 32;

@@ -1,20 +1,23 @@
-// residual += the routed experts' second half + the shared expert's; x and squares for the norm that follows.
+// residual += the routed experts' down projections + the shared expert's; also x and the sums of squares for the next
+// norm.
 //
-// A block owns a slab of 64 outputs and sums over all slots and over the shared expert, so that nothing is added up
-// between blocks. A group of four warps takes every fourth piece of the work: first of the shared expert (128 inputs), then
-// of the slots (a slice of an expert, for up to PAIRS of its pairs). Warp q multiplies row tile q of the slab, one pair
-// after the other: company changes no bit where an expert has a multiple of four slices, as Kimi's have, because which
-// group takes what then does not depend on who else is there.
+// A thread block has a slab of 64 outputs and sums over all slots and over the shared expert, so that no sums are added
+// across thread blocks. Each of the four groups of four warps processes every fourth piece of the work: first pieces of
+// the shared expert (128 inputs), then of the slots (a slice of an expert, for up to PAIRS of its pairs). Warp q
+// multiplies row tile q of the slab, one pair after the other. Other tokens in the batch change no bit of a token's
+// result if an expert has a multiple of four slices, as Kimi's experts have, because the group that processes a slice
+// then does not depend on the other slots.
 //
-// Of BF16 weights the pairs of a piece are the columns of one product, and no sums are kept in registers.
+// For BF16 weights the pairs of a piece are the columns of one MMA, and no sums are kept in registers.
 //
-// x of a slot lies behind its weights in the same stage. Of few tokens (KEPT), sums are kept in registers, each lane its
-// part, and the shared expert's x lies in shared memory as a whole; of more, sums are in shared memory, and the shared expert
-// takes CHUNK tokens at a time.
+// A slot's x is stored after its weights in the same stage. For few tokens (KEPT) sums are kept in registers, each lane
+// its part, and the whole x of the shared expert is in shared memory; for more tokens sums are in shared memory, and
+// the shared expert processes CHUNK tokens at a time.
 //
-// SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
-// and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
-// experts' weights, and so of h. RANKS, SHOTS: the sums are those of all ranks (all_reduce.cuh).
+// Macros. SLICES, SLICE: number of slices of an expert's width, and inputs of a slice. SHARED: the shared expert's
+// width. HIDDEN, X: outputs, and the row length of x, which is zero from HIDDEN on. ROOM: the largest number of tokens.
+// CHUNK: tokens of a chunk, up to 8. PAIRS: pairs of a stage. FORMAT: of the experts' weights, and so of h. RANKS,
+// SHOTS: sums are all-reduced (all_reduce.cuh).
 #include "expert_formats.cuh"
 #include "all_reduce.cuh"
 #include "ring.cuh"
@@ -41,8 +44,8 @@ struct ExpertsDownLaunch {
     char* x;                 // bf16 [T, X]
     float* squares;          // [X / 64, T padded to 8]
     u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
-    u64* control;  // all_reduce.cuh; null: there is one rank
-    u64 site;                // its first word in an inbox: [rank][T][X] words
+    u64* control;  // described in all_reduce.cuh; null: there is one rank
+    u64 site;                // the all-reduce's first word in an inbox: [rank][T][X] words
     int tokens, pairs, slots;
     u32 rank, room;
 };
@@ -56,14 +59,14 @@ constexpr u32 PIECES = SHARED / 128 * CHUNKS;
 constexpr u32 X_AT = SHARED && PIECE > 4 * RECORD ? PIECE : 4 * RECORD;
 constexpr u32 ROUTED_X = PAIRS * 2 * SLICE, SHARED_X = SHARED && !FEW ? CHUNK * 256 : 0;
 constexpr u32 STAGE = X_AT + (ROUTED_X > SHARED_X ? ROUTED_X : SHARED_X);
-constexpr u32 SHARED_ROW = 2 * SHARED + 64;     // of x as a whole, so that two tokens' lie in different banks
+constexpr u32 SHARED_ROW = 2 * SHARED + 64;     // 64 bytes of padding: rows of two tokens begin in different banks
 static_assert(THREADS == 512 && X % 64 == 0 && (!FEW || CHUNKS == 1), "one slab to a block");
 static_assert(FORMAT != BF16 || (SLICE == 128 && PAIRS == 8 && !FEW), "a product has eight columns");
 
 using Stages = Ring<2, STAGE>;
 constexpr u32 ROWS_AT = Stages::MEMORY;                  // of the shared expert's x
 constexpr u32 ROWS_BARRIER = ROWS_AT + (SHARED && FEW ? ROOM * SHARED_ROW : 0);
-constexpr u32 SUM_AT = FEW ? 0 : ROWS_BARRIER + 16;      // [16 warps][ROOM][16 rows] f32; of few tokens, over the stages
+constexpr u32 SUM_AT = FEW ? 0 : ROWS_BARRIER + 16;      // [16 warps][ROOM][16 rows] f32; if FEW, over the stages
 constexpr u32 SQUARE_AT = FEW ? ROWS_BARRIER + 16 : SUM_AT + 16 * ROOM * 64;  // [ROOM][2] f32
 constexpr u32 TOTALS_AT = SQUARE_AT + ROOM * 8;
 constexpr u32 TOKEN_AT = TOTALS_AT + 64;                 // [pairs] u32
@@ -71,7 +74,7 @@ constexpr u32 ENTRY_AT = TOKEN_AT + 512 * 4;             // [pairs or fewer] Ent
 
 FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
 
-// An expert and up to PAIRS of its pairs: a slot or a part of one, in a word.
+// An expert and up to PAIRS of its pairs, which are a slot or a part of one, packed into a word.
 struct Entry { u32 expert, first, pairs; };
 
 FN u32 pack_entry(Entry e) { return e.expert | e.first << 10 | e.pairs << 20; }
@@ -80,8 +83,8 @@ FN Entry entry_of(u32 index) {
     return {word & 1023, word >> 10 & 1023, word >> 20};
 }
 
-// -> how many entries there are. The lists are read before this grid's wait. They are of the choice of experts, two grids
-// ago, and `experts_up` between lets this grid begin only when they are there.
+// Returns the number of entries. Reads the lists before this grid's wait: the choice of experts wrote them two grids
+// ago, and `experts_up`, the grid between, calls let_next_grid_start only when they are complete.
 FN u32 load_lists(const ExpertsDownLaunch& a) {
     u32 base = shared_base(), i = thread_index(), token = 0, expert = 0, first = 0, end = 0;
     if (i < a.pairs) token = load_global_fresh(a.pair_token + i);
@@ -97,7 +100,7 @@ FN u32 load_lists(const ExpertsDownLaunch& a) {
     return total;
 }
 
-// Sums of few tokens: of each, rows g and g + 8 of the warp's row tile, this lane's part.
+// Sums for few tokens: for each token this lane's part of rows g and g + 8 of the warp's row tile.
 template <u32 TOKENS>
 struct Sums {
     float upper[TOKENS] = {}, lower[TOKENS] = {};
@@ -111,14 +114,14 @@ struct Sums {
 
 FN u32 sum_place(u32 warp, u32 token, u32 row) { return shared_base() + SUM_AT + 64 * (warp * ROOM + token) + 4 * row; }
 
-// Piece: of the shared expert below PIECES, then entry * SLICES + slice.
+// Piece: of the shared expert if below PIECES, otherwise PIECES + entry * SLICES + slice.
 struct Group {
     const ExpertsDownLaunch& a;
     Stages ring;
     u32 warp, end;
     Sums<FEW ? ROOM : 1> sums;
 
-    // Says what the stage will hold, and copies what no kernel has made.
+    // Announces the bytes of the stage to its barrier, and copies weights, which do not depend on the previous grid.
     __device__ __forceinline__ void fill_weights(u32 stage, u32 piece) const {
         u32 barrier = ring.barrier(stage), slab = block_index();
         if (piece < PIECES) {
@@ -149,7 +152,8 @@ struct Group {
                 copy_bulk(to + 256 * i, a.shared_h + 2 * ((first + i) * SHARED + piece / CHUNKS * 128), 256, barrier);
         }
     }
-    // The warp has read its part of the current stage, which held `piece`; the group's next for it is the second behind.
+    // Called when the warp has read its part of the current stage, which held `piece`. The ring has two stages, so the
+    // group's second piece after it refills the stage.
     __device__ __forceinline__ void release(u32 piece) {
         sync_warp();
         u32 next = piece + 8;
@@ -158,12 +162,13 @@ struct Group {
         ring.next();
     }
 
-    // Sums of many tokens.
+    // Sums for many tokens.
     __device__ __forceinline__ void add_shared_sums(u32 token, u32 row, float v) const {
         u32 at = sum_place(warp, token, row);
         store_shared_f32(at, load_shared_f32(at) + v);
     }
-    // Adds to rows g and g + 8 of columns 2t and 2t + 1, in two parts: 128 inputs, `weights` this lane's, x of column g.
+    // Adds to rows g and g + 8 of columns 2t and 2t + 1, in two independent sums: 128 inputs; `weights` is this lane's
+    // address, x that of column g.
     __device__ __forceinline__ void multiply_tiles(float (&c)[4], float (&d)[4], u32 weights, u32 x, u32 t) {
 #pragma unroll
         for (u32 u = 0; u < 4; u++) {
@@ -173,7 +178,7 @@ struct Group {
             mma_bf16(d, upper.z, lower.z, upper.w, lower.w, v.z, v.w);
         }
     }
-    // The chunk's tokens are the columns.
+    // The columns are the chunk's tokens.
     __device__ __forceinline__ void multiply_shared(u32 piece, float (&c)[4], float (&d)[4]) {
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, first = piece % CHUNKS * CHUNK;
         u32 weights = ring.wait() + warp % 4 * (PIECE / 4) + lane * 16, token = g < CHUNK && first + g < a.tokens ? g : 0;
@@ -181,8 +186,8 @@ struct Group {
         multiply_tiles(c, d, weights, x, t);
         release(piece);
     }
-    // All pieces of the shared expert, from `piece` on. By value, and `release` by what the caller has: where the loop runs
-    // once, ptxas 12.8 to 13.1 read the piece behind it from the register that held the one before.
+    // All pieces of the shared expert, from `piece` on. `piece` is passed by value here and to `release`: if this loop
+    // runs once, ptxas 12.8 to 13.1 takes the next piece from the register of the piece before it.
     __device__ __forceinline__ void run_shared(u32 piece) {
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
         if constexpr (FEW) {
@@ -190,7 +195,7 @@ struct Group {
 #pragma unroll 1
             for (; piece < PIECES; piece += 4) multiply_shared(piece, c, d);
 #pragma unroll
-            for (u32 i = 0; i < ROOM; i++) {  // to the first lane, whichever the token
+            for (u32 i = 0; i < ROOM; i++) {  // moves the sums to the first lane of a row, for every token
                 u32 upper = shuffle(as_u32(c[i % 2] + d[i % 2]), 4 * g + i / 2);
                 u32 lower = shuffle(as_u32(c[2 + i % 2] + d[2 + i % 2]), 4 * g + i / 2);
                 if (t == 0) sums.upper[i] = as_float(upper), sums.lower[i] = as_float(lower);
@@ -209,7 +214,7 @@ struct Group {
         }
     }
 #if FORMAT == BF16
-    // A pair is a column.
+    // The columns are the pairs.
     __device__ __forceinline__ void multiply_entry(u32 piece) {
         Entry e = entry_of((piece - PIECES) / SLICES);
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
@@ -246,7 +251,7 @@ struct Group {
         }
     }
 #endif
-    // The sums of few tokens, to where those of many are.
+    // Stores the sums of few tokens to where the sums of many tokens are.
     __device__ __forceinline__ void store_sums() const {
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
 #pragma unroll
@@ -257,7 +262,7 @@ struct Group {
     }
 };
 
-// The sum of four groups, in their order.
+// The sum over the four groups, in their order.
 FN float sum_of(u32 token, u32 row) {
     float sum = 0;
 #pragma unroll
@@ -272,7 +277,8 @@ KERNEL(experts_down, ExpertsDownLaunch) {
     Group group = {a, Stages(base, warp / 4), warp};
     u32 piece = warp / 4, second = group.ring.last;
     if (thread == 0) barrier_init(base + ROWS_BARRIER);
-    // Weights before the grid in front has ended, and the shared expert's before it is known which experts follow.
+    // Copies of weights start before the previous grid has ended, those of the shared expert before the lists of
+    // experts are read.
     if (leader) {
         group.ring.make();
         if (piece < PIECES) group.fill_weights(group.ring.stage, piece);
@@ -306,7 +312,7 @@ KERNEL(experts_down, ExpertsDownLaunch) {
     if (FEW) group.store_sums(), sync_block();
 
     thread = forget(thread_index()), column = block_index() * 64 + thread % 64, exists = column < HIDDEN;
-    // A thread has a column of every STEP-th token.
+    // A thread has one column of every STEP-th token.
     constexpr u32 STEP = THREADS / 64, MINE = (ROOM + STEP - 1) / STEP;
     u32 first = thread / 64, count = first < a.tokens ? (a.tokens - first + STEP - 1) / STEP : 0, places[MINE], sums[MINE];
     float before[MINE] = {old};

@@ -1,13 +1,13 @@
-// h = weight silu(gate x) (up x) of each (expert, token) pair.
+// h = weight silu(gate x) (up x) for each (expert, token) pair.
 //
-// A team of SLICES warps owns a run of row tiles: 8 rows of gate, then the same 8 of up, of one slot (an expert and up to
+// A team of SLICES warps has a run of row tiles: 8 rows of gate and the same 8 of up, of one slot (an expert and up to
 // eight of its pairs). A warp multiplies its slice of K and keeps that slice of x in registers until the slot changes.
-// The team's partial sums meet in shared memory, several row tiles at a time. x comes through the ring of stages too, in
-// front of the weights of its slot: a load beside the ring would return only when all before it have been served.
+// The team's partial sums are added in shared memory, several row tiles at a time. x also comes through the ring of
+// stages, before the weights of its slot: a load outside the ring would return only after all earlier copies.
 //
-// SLICES, SLICE: K cut into slices of so many inputs; PART: of a record. X: inputs of a row of x. TILES: row tiles of an
-// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it. ROOM_TOKENS,
-// ROOM_PAIRS, ROOM_SLOTS: room for so many.
+// Macros. SLICES, SLICE: number of slices of K, and inputs of a slice; PART: inputs of a record. X: inputs of a row of
+// x. TILES: row tiles of an expert. FORMAT: of the weights, and so of h, which has the form that experts_down reads.
+// ROOM_TOKENS, ROOM_PAIRS, ROOM_SLOTS: the largest numbers of tokens, pairs and slots.
 #include "expert_formats.cuh"
 #include "ring.cuh"
 #include "slots.cuh"
@@ -28,7 +28,7 @@ struct ExpertsUpLaunch {
     const int* slot_expert;    // [slots]
     const int* slot_first;     // [slots + 1]
     const int* count;          // [1]
-    const int* ready;          // [1]: 1 once the lists are there, or null: they are when the grid in front has ended
+    const int* ready;          // [1]: 1 once the lists are complete; null: they are when the previous grid has ended
     char* h;                   // f16 or bf16 [pairs, 8 TILES]
     int tokens, pairs, slots;
 };
@@ -37,10 +37,10 @@ constexpr u32 GROUPS = SLICE / 32, PART_GROUPS = PART / 32, PARTS = SLICE / PART
 constexpr u32 RECORD = FORMAT == BF16 ? 32 * PART : FORMAT == NVFP4 ? 9 * PART + 16 : 9 * PART;
 constexpr u32 PIECE = 4 * RECORD;  // four warps' records of one row tile
 constexpr u32 TEAMS = 16 / SLICES, TEAM_THREADS = 32 * SLICES;
-constexpr u32 X_INPUTS = 4 * SLICE;  // of one token in a stage
-constexpr u32 X_TOKENS = 4;          // that a stage holds
+constexpr u32 X_INPUTS = 4 * SLICE;  // of one token, in a stage
+constexpr u32 X_TOKENS = 4;          // tokens of a stage
 constexpr u32 STAGE = PIECE > X_TOKENS * 2 * X_INPUTS ? PIECE : X_TOKENS * 2 * X_INPUTS;
-constexpr u32 SUMS = 512;  // bytes of a warp's partial sums, of which there are two
+constexpr u32 SUMS = 512;  // bytes of a warp's partial sums; there are two buffers
 static_assert(PARTS * PART == SLICE && THREADS == 512, "a slice comes apart into records");
 static_assert(SLICES * SLICE - X < X_INPUTS, "every four slices have some of x");
 
@@ -57,7 +57,8 @@ FN u32 expert_of(u32 slot) { return slot_of(SLOT_AT, slot).expert; }
 FN u32 first_of(u32 slot) { return slot_of(SLOT_AT, slot).first; }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
-// -> how many slots there are. Every block needs the lists, before anybody knows how long they are.
+// Returns the number of slots. Every thread block needs the lists, so it loads up to their capacity before it knows
+// their length.
 FN u32 load_lists(const ExpertsUpLaunch& a) {
     u32 base = shared_base(), count = load_global_fresh(a.count);
     load_words<ROOM_PAIRS>(base + TOKEN_AT, a.pair_token, a.pairs);
@@ -65,7 +66,8 @@ FN u32 load_lists(const ExpertsUpLaunch& a) {
     load_slots<ROOM_SLOTS>(SLOT_AT, a.slot_expert, a.slot_first, a.slots);
     return count;
 }
-// While the grid in front goes on with what this one does not need at first. All its blocks have begun, so they will be there.
+// Waits only for the lists while the previous grid continues with its other results. This cannot deadlock: all thread
+// blocks of that grid have started.
 FN void wait_for_lists(const ExpertsUpLaunch& a) {
     if (!a.ready) return wait_for_previous_grid();
     if (thread_index() == 0)
@@ -113,7 +115,7 @@ struct Team {
     template <u32 COLUMNS>
     __device__ __forceinline__ void load_x(Fragments<GROUPS>& f, u32 first, u32 n) {
         u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % COLUMNS, place = (lane >> 2) / COLUMNS;
-        u32 k = slice() % 4 * PART + LANE_INPUTS * t;  // of the inputs of a stage
+        u32 k = slice() % 4 * PART + LANE_INPUTS * t;  // within the inputs of a stage
 #pragma unroll
         for (u32 i = 0; i < GROUPS; i++) f.x[i][0] = f.x[i][1] = f.x[i][2] = f.x[i][3] = 0;
 #pragma unroll
@@ -122,7 +124,7 @@ struct Team {
             bool here = mine < n && mine / X_TOKENS == part;
 #pragma unroll
             for (u32 i = 0; i < GROUPS; i++) {
-                u32 first = PARTS == 1 ? 32 * i : i / PART_GROUPS * (4 * PART) + i % PART_GROUPS * 32;  // of the group, from k
+                u32 first = PARTS == 1 ? 32 * i : i / PART_GROUPS * (4 * PART) + i % PART_GROUPS * 32;  // relative to k
                 bool exists = SLICES * SLICE == X || quad() * X_INPUTS + slice() % 4 * PART + first < X;
                 load_group<COLUMNS>(f.x[i], row + 2 * first, here && exists, i, place);
             }
@@ -132,10 +134,10 @@ struct Team {
         norm(f, mine < n ? rstd_of(first + mine) : 0.f);
 #endif
     }
-    // `tiles` row tiles of a slot, from `tile` on; n <= COLUMNS pairs from `first` on.
+    // Processes `tiles` row tiles of a slot, from `tile` on, for n <= COLUMNS pairs from `first` on.
     template <u32 COLUMNS>
     __device__ __forceinline__ void run(u32 first, u32 n, u32 tile, u32 tiles) {
-        constexpr u32 BATCH = COLUMNS == 1 ? 4 : 8 / COLUMNS;  // row tiles whose sums meet at once
+        constexpr u32 BATCH = COLUMNS == 1 ? 4 : 8 / COLUMNS;  // row tiles whose sums are added at once
         constexpr u32 TILE_SUMS = 16 * COLUMNS * 4;
         static_assert(BATCH * TILE_SUMS <= SUMS, "a warp's sums fit");
         Fragments<GROUPS> f;
@@ -194,7 +196,8 @@ KERNEL(experts_up, ExpertsUpLaunch) {
     u32 warp = warp_index();
     Stages ring(shared_base(), warp / 4);
     if (thread_index() % 128 == 0) ring.make();
-    // Only here may the next grid begin: whatever it reads before its own wait, the choice of experts, is then complete.
+    // The next grid may start only after this wait: what it reads before its own wait, the choice of experts, is then
+    // complete.
     wait_for_lists(a);
     let_next_grid_start();
     u32 items = load_lists(a) * TILES;

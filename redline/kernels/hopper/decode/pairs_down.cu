@@ -1,12 +1,13 @@
-// y = down h of each (expert, token) pair, for more tokens than experts_down adds up in shared memory.
+// y = down h for each (expert, token) pair, for more tokens than experts_down can add in shared memory.
 //
-// A team of SLICES groups of four warps owns a run of slabs: 64 rows of one slot (an expert and up to eight of its pairs).
-// A group multiplies its slice of K, each warp one row tile of the slab, and keeps that slice of h in registers until the
-// slot changes. The team's partial sums meet in shared memory. h comes through the ring of stages in front of the weights of
-// its slot, as x does in experts_up.
+// A team of SLICES groups of four warps has a run of slabs: 64 rows of one slot (an expert and up to eight of its
+// pairs). A group multiplies its slice of K, each warp one row tile of the slab, and keeps that slice of h in registers
+// until the slot changes. The team's partial sums are added in shared memory. h comes through the ring of stages before
+// the weights of its slot, as x does in experts_up.
 //
-// SLICES (1, 2 or 4), SLICE: K cut into slices of so many inputs. SLABS: of an expert. FORMAT: of the weights, and so of h,
-// which is as experts_up leaves it. ROOM_PAIRS, ROOM_SLOTS: room for so many.
+// Macros. SLICES (1, 2 or 4), SLICE: number of slices of K, and inputs of a slice. SLABS: of an expert. FORMAT: of the
+// weights, and so of h, in the form that experts_up writes. ROOM_PAIRS, ROOM_SLOTS: the largest numbers of pairs and
+// slots.
 #include "expert_formats.cuh"
 #include "ring.cuh"
 #include "slots.cuh"
@@ -31,7 +32,7 @@ constexpr u32 GROUPS = SLICE / 32, MOST = 8;
 constexpr u32 RECORD = FORMAT == NVFP4 ? 9 * SLICE + 16 : 9 * SLICE, PIECE = 4 * RECORD;
 constexpr u32 STAGE = PIECE > MOST * 2 * SLICE ? PIECE : MOST * 2 * SLICE;
 constexpr u32 TEAMS = 4 / SLICES, TEAM_THREADS = 128 * SLICES;
-constexpr u32 SUMS = 16 * MOST * 4;  // bytes of a warp's partial sums, of which there are two
+constexpr u32 SUMS = 16 * MOST * 4;  // bytes of a warp's partial sums; there are two buffers
 static_assert(THREADS == 512 && TEAMS * SLICES == 4, "a group has a slice");
 
 using Stages = Ring<STAGES, STAGE>;
@@ -90,7 +91,7 @@ struct Team {
         correct(f);
 #endif
     }
-    // Slabs of a slot from `slab` on; n <= COLUMNS pairs from `first` on.
+    // Processes slabs of a slot from `slab` on, for n <= COLUMNS pairs from `first` on.
     template <u32 COLUMNS>
     __device__ __forceinline__ void run(u32 first, u32 n, u32 slab, u32 slabs) {
         Fragments<GROUPS> f;
@@ -138,7 +139,8 @@ KERNEL(pairs_down, PairsDownLaunch) {
     Stages ring(shared_base(), warp / 4);
     if (thread_index() % 128 == 0) ring.make();
     let_next_grid_start();
-    // The lists are of two grids ago: experts_up between lets this grid begin only when they are there.
+    // The lists were written two grids ago: experts_up, the grid between, calls let_next_grid_start only when they are
+    // complete.
     u32 count = load_global_fresh(a.count);
     load_words<ROOM_PAIRS>(shared_base() + ORIGIN_AT, a.origin, a.pairs);
     load_slots<ROOM_SLOTS>(SLOT_AT, a.slot_expert, a.slot_first, a.slots);

@@ -1,34 +1,37 @@
-// The splits of a query's attention combined, and its latents taken out of the latent space, o = W_UV latent: see unabsorb.py.
+// Combines the splits of each query's attention, and multiplies the latents by W_UV, which takes them out of the latent
+// space (o = W_UV latent): see unabsorb.py.
 //
-// A block has one half of one head's rows of W_UV in shared memory before the grid in front ends: at V = 128, R = 512
-// 64 KB. For 8 queries at a time it combines the splits of its head, then multiplies: warps are row tiles x parts of R.
+// A thread block loads one half of one head's rows of W_UV into shared memory before the previous grid ends: 64 KB for
+// V = 128, R = 512. For 8 queries at a time it combines the splits of its head, then multiplies: each warp has a row
+// tile and a part of R.
 //
-// A team of R / 8 threads reads a split at once, 16 bytes each, and asks for AT_ONCE before it adds the first; and before it
-// is known how many hold something. Of up to `few` splits a team has a query, and sums them in order. Of more all teams have
-// one query after the other, every eighth split each, and their sums are added up in shared memory.
+// A team of R / 8 threads reads a split at once, 16 bytes per thread, and issues AT_ONCE loads before it adds the first
+// split, and before it knows how many splits are not empty. With up to `few` splits a team has a query, and adds its
+// splits in order. With more, all teams work on one query after the other, every eighth split each, and their sums are
+// added in shared memory.
 //
-// It is small, 102 KB and 64 registers: its weights arrive while small blocks of `attend` still work beside it, and two share
-// an SM where GROUPS blocks share many queries.
+// The kernel is small, 102 KB of shared memory and 64 registers: its weights can be loaded while small thread blocks of
+// `attend` are still resident on the SM, and two of its blocks share an SM if GROUPS blocks divide many queries.
 #include "core.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
 constexpr float LOG2_E = 1.44269504f;
 constexpr u32 ROWS = V / 2, TILES = ROWS / 16, PARTS = WARPS / TILES;
-constexpr u32 UNITS = R / 32 / PARTS;  // of a warp: 32 inputs, two products each
+constexpr u32 UNITS = R / 32 / PARTS;  // of a warp: 32 inputs, two MMAs each
 constexpr u32 WEIGHT_BYTES = ROWS * R * 2, COPY_BYTES = 16384;
-constexpr u32 COLUMNS = 8;                       // queries are the columns of a product
+constexpr u32 COLUMNS = 8;                       // the columns of an MMA are queries
 constexpr u32 TEAMS = 8, TEAM = R / 8;           // threads of a team
-constexpr u32 AT_ONCE = 8;                       // splits
-constexpr u32 HELD = (MAX_SPLITS + 31) / 32;      // log-sum-exps of a lane
-constexpr u32 LATENT_ROW = 2 * R + 64;           // so that eight lanes of a fragment meet all banks
+constexpr u32 AT_ONCE = 8;                       // splits that a team loads at once
+constexpr u32 HELD = (MAX_SPLITS + 31) / 32;      // log-sum-exps that a lane holds
+constexpr u32 LATENT_ROW = 2 * R + 64;           // padded, so that the eight rows of a fragment use all banks
 
 constexpr u32 WEIGHTS = 0;
-constexpr u32 SHARES = WEIGHTS + WEIGHT_BYTES;             // float32 [COLUMNS, MAX_SPLITS]: of each split in its query
-constexpr u32 COUNTS = SHARES + 4 * COLUMNS * MAX_SPLITS;  // [COLUMNS]: splits that hold something, the first ones
+constexpr u32 SHARES = WEIGHTS + WEIGHT_BYTES;             // float32 [COLUMNS, MAX_SPLITS]: weights of splits
+constexpr u32 COUNTS = SHARES + 4 * COLUMNS * MAX_SPLITS;  // [COLUMNS]: splits that are not empty, the first ones
 constexpr u32 LATENTS = COUNTS + 4 * COLUMNS;    // bf16 [COLUMNS, LATENT_ROW]
 constexpr u32 TEAM_SUMS = LATENTS + COLUMNS * LATENT_ROW;  // float32 [TEAMS, R]
 constexpr u32 SUMS = TEAM_SUMS + 4 * TEAMS * R;            // float32 [PARTS, ROWS, COLUMNS]
-constexpr u32 WEIGHTS_THERE = SUMS + 4 * PARTS * ROWS * COLUMNS;  // a barrier
+constexpr u32 WEIGHTS_THERE = SUMS + 4 * PARTS * ROWS * COLUMNS;  // an mbarrier
 
 static_assert(R % (32 * PARTS) == 0 && TILES * PARTS == WARPS, "every warp has a tile and a whole part of R");
 static_assert(TEAMS * TEAM <= THREADS && TEAMS == COLUMNS && WARPS >= COLUMNS, "a query has a team, and a warp");
@@ -41,7 +44,7 @@ struct UnabsorbLaunch {
     int queries, heads, splits, width, few;
 };
 
-// One warp: the splits' shares of a query, exp(lse - the largest), over their sum.
+// Called by a warp: the weights of a query's splits, exp(lse - the largest), divided by their sum.
 FN void find_shares(const UnabsorbLaunch& a, u32 base, u32 head, u32 query, u32 column) {
     const float* from = a.lse + ((u64)query * a.heads + head) * a.splits;
     float lse[HELD], most = -infinity(), sum = 0;
@@ -64,7 +67,8 @@ FN void find_shares(const UnabsorbLaunch& a, u32 base, u32 head, u32 query, u32 
     if (lane_index() == 0) store_shared(base + COUNTS + 4 * column, count);
 }
 
-// What a team sums: every STEP-th split of a query, from `first` on. from: the thread's part of the query's first split.
+// What a team adds: every STEP-th split of a query, from `first` on. from: the address of the thread's part of the
+// query's first split.
 template <u32 STEP>
 struct Splits {
     const char* from;
@@ -96,13 +100,13 @@ struct Splits {
     }
 };
 
-// By all threads: shares of a batch of queries.
+// Called by all threads: the split weights of a batch of queries.
 FN void share_out(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     if (warp_index() < columns) find_shares(a, base, head, batch + warp_index(), warp_index());
     sync_block();
 }
 
-// The latents of a batch of queries, of few splits each.
+// The latents of a batch of queries, for few splits per query.
 FN void combine_few(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     u32 column = thread_index() / TEAM;
     Splits<1> splits = {nullptr, 0};
@@ -115,7 +119,7 @@ FN void combine_few(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 
     store_shared_4(base + LATENTS + column * LATENT_ROW + thread_index() % TEAM * 16, v);
 }
 
-// The same of many splits. The next query's are asked for before this one's sums meet.
+// The same for many splits. Loads of the next query are issued before the sums of this one are added.
 FN void combine_many(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     u32 thread = thread_index(), team = thread / TEAM, to = base + TEAM_SUMS + team * (4 * R) + thread % TEAM * 32;
     Splits<TEAMS> splits = {nullptr, team};
@@ -139,7 +143,7 @@ FN void combine_many(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32
     }
 }
 
-// One warp: 16 rows x 8 queries over its part of R. A column past the last query is never stored.
+// Called by a warp: 16 rows x 8 queries over its part of R. Columns past the last query are computed but not stored.
 FN void multiply(float (&c)[4], u32 base, u32 tile, u32 part) {
     u32 lane = lane_index(), unit = part * UNITS;
     u32 w = base + WEIGHTS + (tile * (R / 32) + unit) * 1024 + 16 * lane;
@@ -167,14 +171,14 @@ FN void store_outputs(const UnabsorbLaunch& a, u32 base, u32 first, u32 columns,
     }
 }
 
-// What follows the last head, so that rows are whole 128 inputs of the next product.
+// Zeros after the last head, so that rows have whole units of 128 inputs for the next product.
 FN void store_padding(const UnabsorbLaunch& a) {
     u32 used = a.heads * V, padding = a.width - used;
     for (u32 i = thread_index(); i < padding * a.queries; i += THREADS)
         store_global_u16(a.out + 2 * ((u64)(i / padding) * a.width + used + i % padding), 0);
 }
 
-// Block (head, 2 group + half of V): every GROUPS-th batch of queries.
+// Block (head, 2 group + half of V) has every GROUPS-th batch of queries.
 KERNEL_BESIDE(unabsorb, UnabsorbLaunch, 2) {
     let_next_grid_start();
     u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index(), there = base + WEIGHTS_THERE;

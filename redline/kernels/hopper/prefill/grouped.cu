@@ -1,25 +1,28 @@
 // Experts times the tokens that chose them, for many tokens at once.        D hidden, I expert width.
 //
-// The weights are wgmma's rows, from registers: each thread unpacks the codes that it will multiply, so a weight passes
-// shared memory once, as it is stored. The tokens are its columns: an expert's tokens make tiles of up to WIDEST columns
-// (sort_pairs.py), any multiple of 8, and a product costs as many columns as there are.
+// The weights are wgmma's a operand, from registers: each thread unpacks the codes that it multiplies, so a weight
+// passes through shared memory once, in its stored form. The tokens are wgmma's columns: an expert's tokens are divided
+// into tiles of up to WIDEST columns (sort_pairs.py), any multiple of 8, and a product's time is proportional to the
+// number of columns.
 //
-// Four kernels: GATHER lays the tokens' x out as columns; UP makes h = silu(gate) * up, laid out the same way; DOWN makes
-// y of each pair, weighted; COMBINE adds up the pairs of each token, in order.
+// Four kernels: GATHER stores the tokens' x as columns; UP computes h = silu(gate) * up in the same layout; DOWN
+// computes the weighted y of each pair; COMBINE adds the pairs of each token, in order.
 //
-// Columns. A tile of n columns is K / 64 pieces of n x 128 bytes, each what one bulk copy brings and one step multiplies:
-// 64 values of each column, in the swizzle of wgmma.cuh. Inside each 32 values k = 8t + e lies at 16 (e / 4) +
-// 8 (e / 2 % 2) + 2t + e % 2, because lane t of a record (records.py) has the eight values e: a weight's fragments are
-// then the lane's own. Of NVFP4 records a lane has four values of each 16: there k = 4t + e lies at 8 (e / 2) + 2t + e % 2.
+// Columns. A tile of n columns is K / 64 pieces of n x 128 bytes. One bulk copy loads a piece, and one step multiplies
+// it: 64 values of each column, in the swizzle of wgmma.cuh. Within each 32 values k = 8t + e is at 16 (e / 4) + 8 (e /
+// 2 % 2) + 2t + e % 2, because lane t of a record (records.py) has the eight values e: so a weight's fragments are
+// those of the lane that loaded it. In NVFP4 records a lane has four values of each 16: there k = 4t + e is at 8 (e /
+// 2) + 2t + e % 2.
 //
-// Numbers. INT4 and NVFP4 are multiplied as f16. INT4: a code of 4 bits times a bf16 scale has at most 11 significant bits,
-// so a weight from 2^-14 on is exact, and smaller ones are to 2^-25. NVFP4: a code times its block's scale is exact, and the
-// matrix's scale meets the sums. x is a norm's output and bf16, which f16 holds. h may be large: it is kept divided by 16
-// and saturates at a million. BF16 is multiplied as that, x and h too. Sums are float32, in the order of k.
+// Number formats. INT4 and NVFP4 are multiplied as f16. INT4: a 4-bit code times a bf16 scale has at most 11
+// significant bits, so weights of at least 2^-14 are exact, and smaller ones have an error of at most 2^-25. NVFP4: a
+// code times its block's scale is exact, and the matrix's scale multiplies the sums. x is the bf16 output of a norm, in
+// f16's range. h may be large: it is stored divided by 16 and saturates at a million. BF16 weights, x and h are
+// multiplied as bf16. Sums are float32, in the order of k.
 //
-// Macros: PART; FORMAT of the weights; of GATHER and COMBINE: INPUTS (D), PADDED_INPUTS, CHOSEN (pairs of a token), PADDED_OUTPUTS; of UP and
-// DOWN: RECORD_INPUTS, SLICES, ROW_TILES, COPIED_TILES (row tiles side by side in a slice), WEIGHT_STAGES, COLUMN_STAGES,
-// WIDEST.
+// Macros: PART; FORMAT of the weights; for GATHER and COMBINE: INPUTS (D), PADDED_INPUTS, CHOSEN (pairs of a token),
+// PADDED_OUTPUTS; for UP and DOWN: RECORD_INPUTS, SLICES, ROW_TILES, COPIED_TILES (consecutive row tiles of a slice
+// that one copy loads), WEIGHT_STAGES, COLUMN_STAGES, WIDEST.
 #include "expert_formats.cuh"
 #include "nvfp4.cuh"
 #include "wgmma.cuh"
@@ -32,7 +35,7 @@
 constexpr u32 PIECE_INPUTS = 64, COLUMN_BYTES = 2 * PIECE_INPUTS;  // of a step
 constexpr float LARGEST_F16 = 65504.f, H_SCALE = FORMAT == BF16 ? 1.f : 1.f / 16;
 
-// An expert's tiles, as each of them tells it.
+// A tile's entry in the list of tiles. It describes all tiles of its expert, so they have equal entries.
 struct Tile { u32 expert, first, tiles, row, width, rows; };
 
 FN Tile load_tile(const int* tiles, u32 index) {
@@ -55,7 +58,7 @@ struct GatherLaunch {
     int x_stride, parts;
 };
 
-// 32 inputs of a token into the column: `piece` is the column's 128 bytes, `half` which 64 of them.
+// Stores 32 inputs of a token in the column: `piece` is the column's 128 bytes, `half` which 64 of these.
 FN void place(u8* piece, u32 half, u32 column, const u32x4 (&x)[4]) {
     const u32* words = (const u32*)x;  // [t][e / 2]
 #pragma unroll
@@ -74,7 +77,7 @@ FN u32 convert(u32 pair, float rstd) {
     return FORMAT == BF16 ? pack_bf16(lo, hi) : pack_f16_saturated(lo, hi);
 }
 
-// Block (tile, part of its columns); a warp has a column at a time.
+// Block (tile, part of its columns); each warp copies one column after another.
 KERNEL(gather, GatherLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
@@ -109,7 +112,7 @@ struct CombineLaunch {
     int tokens;
 };
 
-// A thread makes rows 16i + 4q .. + 3 and the four rows 8 below them.
+// A thread computes rows 16i + 4q .. + 3 and the four rows 8 below them.
 KERNEL(combine, CombineLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
@@ -134,11 +137,12 @@ struct MultiplyExpertsLaunch {
     const u8* columns_in;  // of x or of h
     u8* out;               // columns of h, or y [pairs, 16 ROW_TILES]
     const int* columns;    // [rows][pair or -1, weight]
-    int* tiles;            // [1 + tiles][8]; of the first, what blocks count their work with
+    int* tiles;            // [1 + tiles][8]; words 1 (UP) and 2 (DOWN) of the first row count started items
 };
 
-// 128 rows of an expert times one tile of columns: two warpgroups multiply, a third has a thread that copies weights, one
-// that copies columns, and one that takes work from a counter which all blocks share. Width 0: there is no more.
+// 128 rows of an expert times one tile of columns: two warpgroups multiply; of the third, one thread copies weights,
+// one copies columns, and one takes the next item from a counter that all thread blocks share. Width 0: no item is
+// left.
 struct Item { u32 expert, rows, row, width; };
 
 constexpr u32 WARPS = 8, BLOCK_TILES = WARPS, ITEMS = 3;
@@ -149,13 +153,14 @@ constexpr u32 ROW_BLOCKS = ROW_TILES / BLOCK_TILES;
 constexpr u64 EXPERT_BYTES = (u64)ROW_TILES * SLICES * RECORD_BYTES;
 static_assert(ROW_TILES % BLOCK_TILES == 0 && BLOCK_TILES % COPIED_TILES == 0, "a block of rows is whole");
 
-// Shared memory, from a multiple of 1024: the columns' ring, the tile of h, the weights' ring, each item's own columns.
+// Shared memory, from a multiple of 1024: the columns' ring, the tile of h, the weights' ring, each item's columns
+// list.
 constexpr u32 TILE_BYTES = WIDEST * COLUMN_BYTES, SLICE_BYTES = BLOCK_TILES * RECORD_BYTES;
 constexpr u32 H_TILE = COLUMN_STAGES * TILE_BYTES, WEIGHTS = H_TILE + (PART == UP ? TILE_BYTES : 0);
 constexpr u32 OWN_COLUMNS = WEIGHTS + WEIGHT_STAGES * SLICE_BYTES, ITEM = OWN_COLUMNS + ITEMS * 8 * WIDEST;
 constexpr u32 BARRIERS = ITEM + ITEMS * 16;
 
-// Where one is in a ring of stages.
+// A position in a ring of stages.
 template <u32 STAGES>
 struct Cursor {
     u32 stage = 0, parity = 0;
@@ -165,7 +170,7 @@ struct Cursor {
     }
 };
 
-// Two barriers for each stage of a ring: it is full; all who read it have let it go.
+// Two mbarriers for each stage of a ring: `full`, and `free`, which completes when all readers have released the stage.
 template <u32 FIRST>
 struct Stages {
     u32 base;
@@ -188,9 +193,10 @@ FN u32 weights_at(u32 base, u32 stage) { return base + WEIGHTS + stage * SLICE_B
 FN u32 columns_at(u32 base, u32 stage) { return base + stage * TILE_BYTES; }
 FN u32 own_columns_at(u32 base, u32 stage) { return base + OWN_COLUMNS + stage * 8 * WIDEST; }
 
-// ------------------------------------------------------------------------------------------------------ the third warpgroup
+// ------------------------------------------------------------------------------------------------- the third warpgroup
 
-// Item `index` of all: the tiles of an expert take turns at each of its blocks of rows, so that these stay in the cache.
+// Item `index` of all. All tiles of an expert use a block of its rows before the next block of rows, so that its
+// weights stay in the L2 cache.
 FN Item find_item(const int* tiles, u32 index) {
     u32 nth = index / ROW_BLOCKS;
     Tile tile = load_tile(tiles, nth);
@@ -259,29 +265,29 @@ FN void copy_columns(const MultiplyExpertsLaunch& a, u32 base) {
     }
 }
 
-// ------------------------------------------------------------------------------------------------------ those who multiply
+// ------------------------------------------------------------------------------------ the two warpgroups that multiply
 
-// Of 64 inputs, a lane's part of its two rows.
+// A lane's part of its two rows, for 64 inputs.
 #if FORMAT == BF16
-struct Codes { u32x4 upper[2], lower[2]; };  // of 32 inputs each
+struct Codes { u32x4 upper[2], lower[2]; };  // for 32 inputs each
 #else
 struct Codes {
     u32x4 words;
     u32x2 scales;
 };
 #endif
-typedef u32 Fragments[4][4];  // of the same, for four products
+typedef u32 Fragments[4][4];  // the same as fragments of four MMAs
 
-// What a warp has of the rings, through all items.
+// A warp's positions in the rings, kept across items.
 struct Place {
     u32 base;
     u32 piece = 0;  // of the slice
     Cursor<WEIGHT_STAGES> weights;
     Cursor<COLUMN_STAGES> columns;
-    f32x2 matrix_scales = {1.f, 1.f};  // of NVFP4, of rows g and g + 8
+    f32x2 matrix_scales = {1.f, 1.f};  // of NVFP4, for rows g and g + 8
 };
 
-// By a warp, of what it no longer reads.
+// Called by a warp: releases a stage that it no longer reads.
 FN void let_go(u32 barrier) {
     sync_warp();
     if (lane_index() == 0) barrier_arrive(barrier);
@@ -333,7 +339,7 @@ FN void unpack(Fragments& a, Codes codes) {
 
 #else
 
-// Codes at bits 0 and 16, and at 4 and 20, as f16: 1024 + u and 1024 + 16 u by bits, then the code u - 8, exactly.
+// Codes at bits 0 and 16, and at 4 and 20, as f16: bit operations give 1024 + u and 1024 + 16 u, an FMA u - 8, exactly.
 FN u32 low_codes(u32 w) { return multiply_add_f16(and_or<0x000f000f, 0x64006400>(w), 0x3c003c00, 0xe408e408); }
 FN u32 high_codes(u32 w) { return multiply_add_f16(and_or<0x00f000f0, 0x64006400>(w), 0x2c002c00, 0xd480d480); }
 
@@ -354,7 +360,8 @@ FN void unpack(Fragments& a, Codes codes) {
 
 #endif
 
-// Multiplies `now` while it unpacks `next`. Each warpgroup waits for its own products: meanwhile the chip has the other's.
+// Multiplies `now` while it unpacks `next`. Each warpgroup waits for its own MMAs; meanwhile the tensor cores run the
+// other's.
 template <u32 N>
 FN void step(float (&sums)[N / 2], Fragments& now, Fragments& next, Place& at, bool last) {
     ColumnRing ring = {at.base};
@@ -368,7 +375,7 @@ FN void step(float (&sums)[N / 2], Fragments& now, Fragments& next, Place& at, b
         else
             multiply_f16<N>(sums, now[i], tile, i);
     products_commit();
-    if (!last) {  // a branch that stays one: the compiler would move the arithmetic beyond the wait
+    if (!last) {  // must remain a branch: otherwise the compiler moves the arithmetic behind the wait
         unpack(next, load_codes(at));
         next_piece(at);
     }
@@ -399,17 +406,17 @@ FN float gated(float gate, float up) {
     return gate * reciprocal_fast(1.f + exp2_fast(-1.44269504f * gate)) * up * H_SCALE;
 }
 
-// The block's 128 rows are 64 of h: one piece of a tile of columns. Row g of a record is gate, row g + 8 its up.
+// The item's 128 rows give 64 of h: one piece of a tile of columns. Row g of a record is gate, row g + 8 its up.
 template <u32 N>
 FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 base, u32, Item item) {
     u32 lane = lane_index(), g = lane >> 2, t = lane & 3, odd = g & 1, tile = base + H_TILE, warp = warp_index();
-    u32 chunk = warp / 4 * 4 + g / 2, word_of = warp % 4;  // of 8 values, and where this lane's pair is among them
+    u32 chunk = warp / 4 * 4 + g / 2, word_of = warp % 4;  // chunk of 8 values, and this lane's pair in it
     if (FORMAT == NVFP4) chunk = warp / 2 * 2 + g % 4 / 2, word_of = warp % 2 * 2 + g / 4;
-    sync_threads(1, 32 * WARPS);  // nobody still copies the tile before
+    sync_threads(1, 32 * WARPS);  // all threads have copied the previous tile
 #pragma unroll
     for (u32 j = 0; j < N / 8; j++) {
         float first = gated(sums[4 * j], sums[4 * j + 2]), second = gated(sums[4 * j + 1], sums[4 * j + 3]);
-        // Lanes of rows g, g ^ 1 exchange, so that each has both rows of one column.
+        // Lanes of rows g and g ^ 1 exchange values, so that each has both rows of one column.
         float given = shuffle_xor(odd ? first : second, 4);
         float lo = odd ? given : first, hi = odd ? second : given;
         u32 word = FORMAT == BF16 ? pack_bf16(lo, hi) : pack_f16_saturated(lo, hi), column = 8 * j + 2 * t + odd;
@@ -423,7 +430,7 @@ FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 b
 
 #else
 
-// y of a pair is in records of 16 rows, and in these as [g][row g, row g + 8]: what a thread has is one word of it.
+// y of a pair is stored by 16 rows, and within these as [g][row g, row g + 8]: a thread has one word of it.
 FN void store_y(u8* out, u32 pair, u32 weight, float upper, float lower) {
     if ((int)pair < 0) return;
     float w = as_float(weight) * (1.f / H_SCALE);
@@ -436,7 +443,7 @@ FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 b
     u8* out = a.out + (item.rows * BLOCK_TILES + warp_index()) * 32 + 4 * g;
 #pragma unroll
     for (u32 j = 0; j < N / 8; j++) {
-        u32x4 two = load_shared_4(own_columns_at(base, stage) + 8 * (8 * j + 2 * t));  // pair and weight, of two columns
+        u32x4 two = load_shared_4(own_columns_at(base, stage) + 8 * (8 * j + 2 * t));  // two pairs and weights
         store_y(out, two.x, two.y, sums[4 * j], sums[4 * j + 2]);
         store_y(out, two.z, two.w, sums[4 * j + 1], sums[4 * j + 3]);
     }
@@ -444,7 +451,7 @@ FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 b
 
 #endif
 
-// An item is as wide as one of these instructions; each width is a loop of its own.
+// Selects the wgmma instruction with the item's width; each width has its own loop.
 template <u32 N>
 FN void multiply_item(const MultiplyExpertsLaunch& a, Place& at, u32 stage, Item item) {
     if (item.width == N) {

@@ -1,8 +1,8 @@
-// The (token, expert) pairs of a step in the order of experts, and the tiles of columns that they make.
+// Sorts the (token, expert) pairs of a step by expert, and divides them into tiles of columns.
 //
-// One block. Each warp counts its own run of pairs by expert; sums over the warps and over the experts say where each
-// warp's pairs of each expert begin; and each warp goes through its run again and places them. So the order is that of
-// the pairs, whoever is first. `sort_pairs.py` says what a tile is.
+// One thread block. Each warp counts the pairs of its own run by expert; prefix sums over the warps and over the
+// experts give the place where each warp's pairs of each expert begin; then each warp stores the pairs of its run. So
+// the order within an expert is that of the pairs, whatever the timing of warps. `sort_pairs.py` defines tiles.
 //
 // Macros: EXPERTS (<= THREADS), WIDEST (columns of a tile).
 #include "core.cuh"
@@ -17,7 +17,7 @@ struct SortPairsLaunch {
 
 constexpr u32 WARPS = THREADS / 32, AT_ONCE = 8;
 constexpr u32 COUNTS = 0, FIRST_ROWS = 4 * WARPS * EXPERTS, SUMS = FIRST_ROWS + 4 * EXPERTS;
-constexpr u32 TILES_SHIFT = 20;  // one word counts rows, and above them tiles
+constexpr u32 TILES_SHIFT = 20;  // a word counts rows in its lower bits and tiles above
 static_assert(EXPERTS <= THREADS && EXPERTS < 512, "an expert has a thread, and nine bits");
 
 FN u32 ceil_div(u32 a, u32 b) { return (a + b - 1) / b; }

@@ -1,12 +1,12 @@
-// Logits as their rows want them: bias, penalties, banned tokens, masks (adjust.py).
+// Applies logit bias, penalties, banned tokens and grammar masks to the logits (adjust.py).
 //
-// Block (p, t) has part p of position t. Macros: as in step_rows.cu; WIDTH, numbers of one load: 4 where every row begins at
-// 16 bytes; PART, tokens of a block, and the columns of adjust.py.
+// Block (p, t) has part p of position t. Macros: as in step_rows.cu; WIDTH, numbers per load: 4 if every row begins at
+// a multiple of 16 bytes; PART, tokens of a thread block; and the columns of adjust.py.
 #include "core.cuh"
 
 struct AdjustLaunch {
     const float* logits;   // rows are `step` apart
-    const i64* ids;        // [T]: what ran there
+    const i64* ids;        // [T]: the input ids of the positions
     const i64* plan;       // [B, PLAN_COLUMNS]
     const i64* results;    // [B or more, RESULT_COLUMNS]
     const u32* counts;     // [slots, V]
@@ -17,11 +17,11 @@ struct AdjustLaunch {
     u32 positions, vocabulary, step, words;
 };
 
-// What decides about the tokens of one position.
+// The settings of one position.
 struct Position {
     const u32 *counts, *masks;
     float presence, frequency, repetition;
-    u32 drafts, draft[MOST_DRAFTS];  // those before the position
+    u32 drafts, draft[MOST_DRAFTS];  // the drafts at or before the position
     bool adjusted, masked;
 };
 

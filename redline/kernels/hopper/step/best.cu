@@ -1,27 +1,29 @@
-// The first of the greatest of each row, and whether the row is finite (best.py).
+// The argmax of each row (the first one if several are equal), and whether all numbers of the row are finite (best.py).
 //
-// Block (p, r) looks at part p of row r. Whoever comes last of a row's blocks compares what they found, and leaves the
-// row's counter at zero for the next launch. Macros: WIDTH, numbers of one load: 4 where every row begins at 16 bytes.
+// Block (p, r) reads part p of row r. The last of a row's thread blocks to finish combines their results and resets the
+// row's counter to zero for the next launch. Macros: WIDTH, numbers per load: 4 if every row begins at a multiple of 16
+// bytes.
 #include "core.cuh"
 
 struct BestLaunch {
     const float* logits;  // rows are `step` apart
     u32x4* found;         // [R, parts]
-    u32* done;            // [R]: blocks of the row that have found theirs
+    u32* done;            // [R]: thread blocks of the row that have finished their part
     i64* ids;             // [R]
     u8* finite;           // [R]
     u32 vocabulary, step;
 };
 
 constexpr u32 WARPS = THREADS / 32;
-constexpr u32 AT_ONCE = 4;               // loads of a thread in flight
+constexpr u32 AT_ONCE = 4;               // loads that a thread has in flight
 constexpr u32 FOUND = 0;                 // [WARPS] u32x4
 constexpr u32 LAST = FOUND + WARPS * 16; // u32
 
-// key: larger numbers have larger ones; 0: of none. id: its place in the row. most: the greatest of all magnitudes' bits.
+// key: ordered as the numbers are; 0: there is no number. id: the column. most: the largest absolute value of all, as
+// bits.
 struct Best { u32 key, id, most; };
 
-// Both zeros have one key, as they are equal.
+// Both zeros have the same key, because they compare equal.
 FN u32 sort_key(float v) {
     u32 bits = as_u32(v + 0.f);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -35,7 +37,8 @@ FN void load_piece(u32 (&words)[WIDTH], const float* row, u32 piece) {
         words[0] = load_global(row + piece);
 }
 
-// Of pieces [first, end), this thread's. A NaN is never the greatest; where nothing is above -infinity, the first is.
+// This thread's part of pieces [first, end). A NaN never wins; if no number is above -infinity, the thread's first one
+// wins.
 FN Best look(const float* row, u32 first, u32 end) {
     float greatest = -infinity();
     u32 begin = first + thread_index(), id = begin * WIDTH, most = 0;
@@ -65,7 +68,7 @@ FN Best best_of_warp(Best mine) {
     return {key, ~warp_max(mine.key == key ? ~mine.id : 0), warp_max(mine.most)};
 }
 
-// In every thread. A block barrier lies between two calls.
+// Every thread gets the result. A block-wide barrier must separate two calls.
 FN Best best_of_block(Best mine) {
     u32 at = shared_base() + FOUND;
     mine = best_of_warp(mine);

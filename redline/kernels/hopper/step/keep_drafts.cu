@@ -1,4 +1,5 @@
-// A drafted token of each row into its slot, and the drafter's next row (keep_drafts.py): a warp to a row.
+// Stores a drafted token of each row in its slot, and prepares the drafter's next row (keep_drafts.py): one warp per
+// row.
 //
 // Macros: as in step_rows.cu.
 #include "core.cuh"
@@ -36,7 +37,7 @@ KERNEL(keep_drafts, KeepDraftsLaunch) {
     i64 wanted = least(least(load_global_i64(plan + PLAN_PROPOSE), limit - load_global_i64(a.lengths + slot) - 1), MOST_DRAFTS);
     bool live = load_global_i64(plan + PLAN_ASKED) > 0 && load_global_i64(result + RESULT_NEW) > 0 && done < wanted
         && load_global_i64(a.by + slot) != BY_SUFFIX;
-    bool writes = live && done + 1 < wanted && place <= limit - 2;  // behind the last draft no page is sure
+    bool writes = live && done + 1 < wanted && place <= limit - 2;  // the page after the last draft may be missing
     for (u32 pair = lane_index(); pair < a.pairs; pair += 32) {
         float angle = (float)(place - 1) * load_global_f32(a.frequencies + pair);
         store_global_f32(a.cos + row * a.pairs + pair, cos_exact(angle));

@@ -1,4 +1,5 @@
-// Which rows a drafter reads behind a step (read_rows.py): a warp to a position, its lanes to the rope's pairs.
+// The rows that a drafter reads after a step (read_rows.py): one warp per position, its lanes have the pairs of the
+// rotary embedding.
 //
 // Macros: as in step_rows.cu.
 #include "core.cuh"

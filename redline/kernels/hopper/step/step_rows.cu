@@ -1,6 +1,8 @@
-// From a plan to the inputs of a decode step (step_rows.py): a warp to a position, its lanes to the rope's pairs.
+// From a plan to the inputs of a decode step (step_rows.py): one warp per position, its lanes have the pairs of the
+// rotary embedding.
 //
-// What the plan tells about slots, every block writes all of: the same values, so that none waits for another.
+// Every thread block writes the plan's updates of all slots. They write the same values, so that no block waits for
+// another.
 // Macros: PLAN_*, columns of a plan; FACTS of a slot, the first its limit; RESULT_*, columns of a result; PAGE_TOKENS.
 #include "core.cuh"
 
@@ -29,7 +31,7 @@ constexpr i64 KEEP = -1;
 FN i64 least(i64 a, i64 b) { return a < b ? a : b; }
 FN i64 not_negative(i64 v) { return v < 0 ? 0 : v; }
 
-// The host's news of the row's slot: where it stands, and new pages.
+// Stores the host's updates of the row's slot: its length and facts, and new pages.
 FN void take_over(const StepRowsLaunch& a, const i64* plan) {
     i64 slot = load_global_i64(plan + PLAN_SLOT), length = load_global_i64(plan + PLAN_LENGTH);
     i64 fact[FACTS], cell[PLAN_PAGES - PLAN_CELLS], page[PLAN_PAGES - PLAN_CELLS];
@@ -65,7 +67,8 @@ KERNEL(step_rows, StepRowsLaunch) {
     const i64* drafts = given > 0 ? plan + PLAN_DRAFTS_GIVEN : a.drafts + slot * MOST_DRAFTS;
     i64 ran = not_negative(least(least(asked, 1 + count), limit - length));
     bool live = place_in_row < ran;
-    // A job at its limit has no page for its last token's position; the one before has been computed.
+    // The last token of a job at its limit has no page for its position; the position before it has been computed
+    // already.
     i64 start = not_negative(least(length - 1, limit - 2)), place = live ? start + place_in_row : start;
     for (u32 pair = lane_index(); pair < a.pairs; pair += 32) {
         float angle = (float)place * load_global_f32(a.frequencies + pair);

@@ -1,4 +1,5 @@
-// What followed the last time that a slot's latest tokens stood together (suffix_match.py): a block to a row.
+// Drafts the tokens that followed the longest earlier match of a slot's latest tokens (suffix_match.py): a thread block
+// per row.
 //
 // Macros: as in step_rows.cu; WINDOW, DEPTH and SHORTEST of run/drafting/suffix.py.
 #include "core.cuh"
@@ -14,9 +15,10 @@ struct SuffixMatchLaunch {
     u32 reach;
 };
 
-constexpr u32 WARPS = THREADS / 32, AT_ONCE = 8;  // loads of a thread in flight
+constexpr u32 WARPS = THREADS / 32, AT_ONCE = 8;  // loads that a thread has in flight
 
-// A match: its length above 16 bits, and in them where it ends, counted from the window's first token.
+// The thread's longest match: its length in the upper 16 bits, in the lower 16 bits its end, counted from the first
+// token of the window.
 FN u32 longest_of(const i64* first, u32 count) {
     i64 last = load_global_i64(first + count - 1);
     u32 found = 0;

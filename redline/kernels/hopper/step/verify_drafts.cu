@@ -1,4 +1,4 @@
-// Which drafts of each row hold, and the tokens that come of it (verify_drafts.py): a thread to a row.
+// Which drafts of each row are accepted, and the tokens that result (verify_drafts.py): one thread per row.
 //
 // Macros: as in step_rows.cu, MOST_POSITIONS of a row, FACT_SEED of a slot, and VERDICT, a stream of random numbers.
 #include "core.cuh"
@@ -6,7 +6,7 @@
 struct VerifyDraftsLaunch {
     const i64* chosen;  // [T]
     const u8* finite;   // [T]
-    const i64* ids;     // [T]: what ran there
+    const i64* ids;     // [T]: the input ids of the positions
     const i64* plan;    // [B, PLAN_COLUMNS]
     i64* tokens;        // [slots, reach]
     i64* lengths;       // [slots]
@@ -18,7 +18,7 @@ struct VerifyDraftsLaunch {
     u32 count, positions, reach;
 };
 
-// Two rounds of splitmix64 over (seed, position), in a stream of their own: ops/draws.py.
+// Two rounds of splitmix64 over (seed, position), in a separate stream: ops/draws.py.
 FN u64 mix(u64 x) {
     x += 0x9E3779B97F4A7C15ull;
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
@@ -55,11 +55,12 @@ KERNEL(verify_drafts, VerifyDraftsLaunch) {
 #pragma unroll
     for (u32 k = 0; k < MOST_POSITIONS; k++)
         if (k < a.positions) {
-            // Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+            // A wrong draft may cause non-finite logits that the answer itself would not have: later drafts are then
+            // rejected.
             bool right = k == 0 || (synthetic ? draw < share[k] : token[k - 1] == draft[k]);
             bool holds = held == k && k < ran && finite[k] && right;
             if (holds) {
-                if (k && synthetic) {  // a draft that holds is the token, whatever was drawn there
+                if (k && synthetic) {  // an accepted draft is the token, whatever was sampled there
                     store_global_i64(a.tokens + slot * a.reach + before + k - 1, draft[k]);
                     store_global_i64(result + RESULT_TOKENS + k - 1, draft[k]);
                 }
