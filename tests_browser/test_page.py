@@ -76,6 +76,18 @@ def test_a_chat_is_answered_coloured_and_kept(tab: Tab):
     tab.until("document.querySelectorAll('article.assistant').length === 2")
 
 
+def test_a_model_without_a_vision_tower_is_offered_no_images(tab: Tab):
+    assert tab.run("document.getElementById('add-image').hidden")
+    taken = tab.run("""(() => {
+        const clipboardData = new DataTransfer();
+        clipboardData.items.add(new File(["x"], "a.png", { type: "image/png" }));
+        const paste = new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true });
+        document.getElementById("question").dispatchEvent(paste);
+        return paste.defaultPrevented;
+    })()""")
+    assert not taken
+
+
 def test_two_tabs_keep_each_others_chats(tab: Tab, url: str):
     other = tab.another()
     other.open(url)

@@ -86,7 +86,7 @@ class ServerLoad(ResponseBody):
 
 
 class ModelCard(ResponseBody, kw_only=True):
-    """A model in OpenAI's format, with vLLM's `max_model_len`, and in Anthropic's."""
+    """A model in OpenAI's format and in Anthropic's, with vLLM's `max_model_len` and Moonshot's `supports_image_in`."""
 
     id: str
     object: Literal["model"] = "model"
@@ -99,6 +99,7 @@ class ModelCard(ResponseBody, kw_only=True):
     lifecycle: Literal["active"] = "active"
     max_input_tokens: Count | None
     max_tokens: Count | None
+    supports_image_in: bool
 
 
 class ModelPage(ResponseBody, kw_only=True):
@@ -211,6 +212,7 @@ class Handlers:
             created_at=clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(self._created)),
             max_input_tokens=length,
             max_tokens=min(allowed, default=None),
+            supports_image_in=self._limits.images > 0,
         )
 
     async def tokenizer_info(self, request: Request) -> Response:

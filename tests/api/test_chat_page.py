@@ -34,6 +34,7 @@ async def test_the_page_loads_nothing_but_its_own_files() -> None:
             policy = given.headers["content-security-policy"]
             assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
             assert "unsafe" not in policy
+            assert "img-src data:;" in policy, "images of questions, and none of another server"
             assert given.headers["x-content-type-options"] == "nosniff"
             named = re.findall(r"""(?:src|href|from)\s*=?\s*"([^"#]+)""", given.text)
             assert all(f"/{name.removeprefix('./')}" in FILES or f"/page/{name[2:]}" in FILES for name in named), named

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -28,13 +29,18 @@ PLAIN = {"temperature": 0, "extra_body": {"logit_bias": {str(ord("a")): 100}}}  
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("images") / "tiny"
-    random_checkpoint(folder, TEXT, vision=VISION, media_token=PAD)
-    stored = folder.parent / "responses.sqlite"
-    served = Server(
-        *(write_tiny_tokenizer(folder), "--port", "0", "--kv-memory", "20MB", "--device", "cpu"),
-        *("--set", f"responses_file={json.dumps(str(stored))}"),
-    )
+    folder = tmp_path_factory.mktemp("images")
+    with serving(folder, "--set", f"responses_file={json.dumps(str(folder / 'responses.sqlite'))}") as served:
+        yield served
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[Server]:
+    """A served tiny model with a vision tower, written into the folder."""
+    weights = folder / "tiny"
+    random_checkpoint(weights, TEXT, vision=VISION, media_token=PAD)
+    common = ("--port", "0", "--kv-memory", "20MB", "--device", "cpu")
+    served = Server(write_tiny_tokenizer(weights), *common, *words)
     try:
         yield served.until_ready()
     finally:
@@ -63,6 +69,11 @@ def chat(server: Server, *content: Any, role: str = "user", max_tokens: int = 4,
     return server.client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=max_tokens, **{**PLAIN, **how}
     )
+
+
+def test_the_models_card_says_that_it_reads_images(server: Server):
+    card = server.client.models.retrieve("tiny")
+    assert card.model_dump()["supports_image_in"] is True
 
 
 def test_an_image_is_read_counted_and_cached_with_its_prefix(server: Server):

@@ -23,7 +23,7 @@ from redline.api.gateway.gateway import Gateway
 from redline.errors import RequestError
 
 FOLDER = files("redline.api") / "page"
-SCRIPTS = ("page", "charts", "colours", "engine", "markdown", "server", "store")
+SCRIPTS = ("page", "charts", "colours", "engine", "images", "markdown", "server", "store")
 FILES = {
     "/": ("index.html", "text/html"),
     "/page/page.css": ("page.css", "text/css"),
@@ -31,7 +31,7 @@ FILES = {
 }
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # revalidated each time, which transfers no body if the tag matches

@@ -3,9 +3,10 @@
 import { number } from "./charts.js";
 import { PROPOSERS, clear, colour, spans } from "./colours.js";
 import { ownRate, showEngine, watch } from "./engine.js";
+import { MOST_BYTES, bound, dropOldest, fill, readImages, receive, shelve, thumbnails } from "./images.js";
 import { copied, grow, renderWith, show } from "./markdown.js";
 import { Refused, events, headers, refusal, setKey, theKey, told } from "./server.js";
-import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, sampling, settings } from "./store.js";
+import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, keptImages, sampling, settings } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const SHOWN_EVERY_MS = { plain: 50, coloured: 100 }; // minimum interval between two redraws of an answer
@@ -15,6 +16,11 @@ let chats = keptChats();
 let chat = chats[0] ?? fresh();
 let answering = null; // an AbortController while an answer is streaming
 let editing = null; // index of the question that is being edited
+const pending = []; // images of the next question
+let adding = null; // what takes the files that are chosen next
+let seeing = []; // names of the models that read images
+
+const reads = () => seeing.includes(settings.model);
 
 // ------------------------------------------------------------------------------------------------- status and notices
 
@@ -37,25 +43,45 @@ $("dismiss").addEventListener("click", () => ($("notice").hidden = true));
 
 function keep() {
   chats = [chat, ...chats.filter((one) => one.id !== chat.id)];
+  tellDropped(bound(chats));
   try {
     chats = keepChats(chats);
   } catch {
     tell("The browser's storage is full: delete some chats, or this one is lost when the tab is closed.", true);
   }
+  keepImages();
 }
 
-const titleOf = (one) => one.messages[0]?.content.slice(0, 80) || "New chat";
+async function keepImages() {
+  try {
+    await shelve(chats, keptImages);
+  } catch (error) {
+    const dropped = error.name === "QuotaExceededError" && dropOldest(chats);
+    if (!dropped) return tell(`Images are not stored in this browser, and lost when the tab is closed: ${error.message}`, true);
+    keep();
+    tellDropped(dropped);
+    if (editing === null) draw();
+  }
+}
+
+function tellDropped(count) {
+  if (count) notice(`${count} of the oldest images dropped: up to ${MOST_BYTES / 1e6} MB are stored, or less if the browser has no room.`);
+}
+
+const titleOf = ({ messages: [first] }) => first?.content.slice(0, 80) || (first?.images && "Image") || "New chat";
 
 async function learnModels() {
   try {
     const answer = await fetch("v1/models", { headers: headers() });
     if (!answer.ok) throw await refusal(answer);
-    const names = (await answer.json()).data.map((one) => one.id);
+    const cards = (await answer.json()).data;
+    const names = cards.map((one) => one.id);
+    seeing = cards.filter((one) => one.supports_image_in).map((one) => one.id);
     const choice = $("settings-form").elements.model;
     choice.replaceChildren(...names.map((name) => new Option(name, name)));
     if (!names.includes(settings.model)) settings.model = names[0] ?? "";
     choice.value = settings.model;
-    $("model").textContent = settings.model;
+    modelChosen();
     tell("");
   } catch (error) {
     tell(`${error.message} ${theKey() ? "" : "If this server needs a key, enter it under Settings."}`, true);
@@ -88,7 +114,9 @@ function drawn(message, index) {
   if (message.role === "user" && editing === index) {
     one.append(editor(message, index));
   } else if (message.role === "user") {
-    one.append(element("div", message.content, { className: "text" }), line(button("Edit", () => edit(index))));
+    if (reads()) one.append(...seen(message));
+    if (message.content) one.append(element("div", message.content, { className: "text" }));
+    one.append(line(button("Edit", () => edit(index))));
   } else {
     const thinking = element("details");
     thinking.append(element("summary", "Thinking"), element("div"));
@@ -98,6 +126,14 @@ function drawn(message, index) {
     one.append(line(button("Copy", () => navigator.clipboard?.writeText(message.content)), button("Again", () => again(index))));
   }
   return one;
+}
+
+/** What is shown of a question's images, and of an error about them. */
+function seen({ images = [], dropped, wrong }) {
+  const parts = images.length ? [thumbnails(element("div"), images, { wrong: wrong?.image })] : [];
+  if (dropped) parts.push(element("p", dropped === 1 ? "An image is not stored any more." : `${dropped} images are not stored any more.`, { className: "ended" }));
+  if (wrong) parts.push(element("p", wrong.text, { className: "ended" }));
+  return parts;
 }
 
 function update(one, message) {
@@ -180,9 +216,16 @@ function choose(one) {
   aside(!matchMedia("(max-width: 44em)").matches && !$("chats").hidden);
   draw();
   view("chat");
+  load(one);
 }
 
-function forget(one) {
+/** Reads the images of a chat, and shows them. */
+async function load(one) {
+  if ((await fill(one)) && one === chat && editing === null) draw();
+}
+
+async function forget(one) {
+  await fill(one); // its images are deleted too, and stored again by Undo
   const [place, current] = [chats.indexOf(one), one.id === chat.id];
   chats = chats.filter((other) => other.id !== one.id);
   if (current) {
@@ -215,19 +258,100 @@ function editor(message, index) {
   const field = element("textarea", message.content, { rows: Math.min(12, message.content.split("\n").length + 1) });
   field.setAttribute("aria-label", "The question");
   const send = element("button", "Send", { type: "submit" });
-  form.append(field, line(send, button("Cancel", leave)));
+  const tray = element("div");
+  const tools = line(send, button("Cancel", leave));
+  const images = [...(message.images ?? [])];
+  const remove = (at) => {
+    images.splice(at, 1);
+    show();
+  };
+  const show = () => thumbnails(tray, images, { remove });
+  const take = async (files) => {
+    await attempt(async () => images.push(...(await readImages(files, images))));
+    show();
+  };
+  if (reads()) {
+    show();
+    form.append(tray);
+    receive(form, reads, take);
+    tools.append(button("Add an image", () => pick(take)));
+  }
+  form.append(field, tools);
   field.addEventListener("keydown", sends);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!field.value.trim()) return;
+    if (!asks(field.value, images)) return;
     answering?.abort();
     editing = null;
     chat.messages.length = index;
-    chat.messages.push({ role: "user", content: field.value });
+    chat.messages.push(question(field.value, images));
     answer();
     $("question").focus();
   });
   return form;
+}
+
+// -- images of a question
+
+const asks = (text, images) => text.trim() || (reads() && images.length);
+const question = (content, images) => ({ role: "user", content, ...(images.length && { images }) });
+
+async function attempt(act) {
+  try {
+    await act();
+    tell("");
+  } catch (error) {
+    tell(error.message, true);
+  }
+}
+
+function pick(take) {
+  adding = take;
+  $("image-file").click();
+}
+
+function drawPending() {
+  const remove = (at) => {
+    pending.splice(at, 1);
+    drawPending();
+    $("question").focus();
+  };
+  thumbnails($("images"), reads() ? pending : [], { remove });
+}
+
+async function takePending(files) {
+  await attempt(async () => pending.push(...(await readImages(files, pending))));
+  drawPending();
+  $("question").focus();
+}
+
+function modelChosen() {
+  $("model").textContent = settings.model;
+  $("add-image").hidden = !reads();
+  drawPending();
+  if (chat.messages.some(({ images, dropped }) => images || dropped) && editing === null) draw();
+}
+
+$("add-image").addEventListener("click", () => pick(takePending));
+$("image-file").addEventListener("change", ({ target }) => {
+  const files = [...target.files];
+  target.value = ""; // the same file may be chosen again
+  adding(files);
+});
+receive($("chat"), reads, takePending);
+
+/** A question as the API takes it, its images before its text. */
+function sendable({ role, content, images = [] }) {
+  if (!reads() || !images.length) return { role, content };
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
+}
+
+/** Notes an error of the server at the question whose image it names. field: as messages[1].content[0].image_url. */
+function blame(messages, { field, message }) {
+  const [, at, image] = /^messages\[(\d+)\]\.content\[(\d+)\]/.exec(field ?? "") ?? [];
+  const asked = messages[at - (settings.system ? 1 : 0)];
+  if (asked?.images) asked.wrong = { text: message, image: Number(image) };
 }
 
 function leave() {
@@ -291,7 +415,8 @@ async function answer() {
   const here = chat; // the user may open another chat in the meantime
   const control = (answering = new AbortController());
   const message = { role: "assistant", content: "", reasoning: "", pieces: [], proposed: {}, open: true };
-  const sent = here.messages.map(({ role, content }) => ({ role, content }));
+  const asked = [...here.messages];
+  for (const one of asked) delete one.wrong;
   here.messages.push(message);
   keep();
   atEnd = true;
@@ -314,6 +439,8 @@ async function answer() {
   }
 
   try {
+    await fill(here);
+    const sent = asked.map(sendable);
     const body = {
       model: settings.model,
       messages: settings.system ? [{ role: "system", content: settings.system }, ...sent] : sent,
@@ -352,7 +479,10 @@ async function answer() {
     if (control.signal.aborted) message.ended = "Stopped.";
     else {
       tell(error.message, true);
-      if (error instanceof Refused) complain(error.field?.split(/[.[]/)[0], error.message);
+      if (error instanceof Refused) {
+        complain(error.field?.split(/[.[]/)[0], error.message);
+        blame(asked, error);
+      }
       message.ended = `Interrupted: ${error.message}`;
     }
     if (!begun && !control.signal.aborted) here.messages.splice(here.messages.indexOf(message), 1);
@@ -410,11 +540,12 @@ $("stop").addEventListener("click", () => answering?.abort());
 $("question").addEventListener("keydown", sends);
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const question = $("question").value;
-  if (!question.trim() || answering) return;
+  const text = $("question").value;
+  if (!asks(text, pending) || answering) return;
   $("question").value = "";
   editing = null;
-  chat.messages.push({ role: "user", content: question });
+  chat.messages.push(question(text, reads() ? pending.splice(0) : []));
+  drawPending();
   answer();
 });
 document.addEventListener("keydown", (event) => {
@@ -424,7 +555,8 @@ document.addEventListener("keydown", (event) => {
   else if (matchMedia("(max-width: 44em)").matches) aside(false);
 });
 
-$("export").addEventListener("click", () => {
+$("export").addEventListener("click", async () => {
+  for (const one of chats) await fill(one);
   const link = element("a", "", { href: URL.createObjectURL(exported(chats)), download: "redline-chats.json" });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
@@ -483,7 +615,7 @@ form.addEventListener("change", ({ target }) => {
     return;
   }
   settings[target.name] = target.type === "checkbox" ? target.checked : target.value;
-  $("model").textContent = settings.model;
+  if (target.name === "model") modelChosen();
   keep();
 });
 $("reset").addEventListener("click", () => {
@@ -501,6 +633,7 @@ $("legend").append(...Object.entries(PROPOSERS).map(([by, name]) => element("spa
 renderWith(headers);
 chosen();
 draw();
+load(chat);
 learnModels();
 watch();
 $("question").focus();

@@ -1,5 +1,7 @@
 // Chats and settings that are stored in this browser, and export and import of chats.
 
+import { imageOf, isImage } from "./images.js";
+
 const KEPT_CHATS = 50;
 export const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "stop"];
 const empty = Object.fromEntries(SAMPLING.map((name) => [name, ""]));
@@ -16,7 +18,9 @@ function stored(name, otherwise) {
   }
 }
 
-const unkept = (name, value) => (name === "pieces" ? undefined : value);
+// Of an image the id and the size are stored here, its bytes by images.js.
+const unkept = (name, value) => (["pieces", "wrong", "url"].includes(name) ? undefined : value);
+const unexported = (name, value) => (name === "images" ? value.map(({ url }) => url) : unkept(name, value));
 
 /** The stored chats, without answers that were empty when the page was closed. */
 export function keptChats() {
@@ -36,15 +40,19 @@ export function keep(chats) {
   return kept;
 }
 
+/** The ids of the images of all stored chats, of other tabs too. */
+export const keptImages = () =>
+  new Set(stored("redline.chats", []).flatMap(({ messages }) => messages.flatMap(({ images = [] }) => images.map(({ id }) => id))));
+
 export const fresh = () => ({ id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, messages: [] });
 
-/** Chats as a file, to be read by `imported`. */
+/** Chats, with all their images read, as a file for `imported`. */
 export function exported(chats) {
-  return new Blob([JSON.stringify({ format: "redline.chats", version: 1, chats }, unkept, 1)], { type: "application/json" });
+  return new Blob([JSON.stringify({ format: "redline.chats", version: 1, chats }, unexported, 1)], { type: "application/json" });
 }
 
 const isText = (value) => typeof value === "string";
-const MESSAGE = { content: isText, reasoning: isText, rate: isText, ended: isText, calls: Array.isArray, proposed: (value) => value?.constructor === Object };
+const MESSAGE = { content: isText, reasoning: isText, rate: isText, ended: isText, calls: Array.isArray, proposed: (value) => value?.constructor === Object, images: (value) => Array.isArray(value) && value.every(isImage), dropped: Number.isSafeInteger };
 
 /** The chats in an exported file's text. Throws an Error that names the invalid field. */
 export function imported(text) {
@@ -75,6 +83,7 @@ export function imported(text) {
       for (const [index, call] of (made.calls ?? []).entries()) {
         check(isText(call?.name) && isText(call?.arguments), `${where}.calls[${index}]`, "a name and arguments");
       }
+      if (made.images) made.images = made.images.map(imageOf);
       return made;
     });
     return { id: isText(chat.id) && chat.id ? chat.id : fresh().id, messages };
