@@ -111,6 +111,7 @@ def ask(folder: Path, *requests: dict[str, Any]) -> list[Any]:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         gateway.close()
+        await gateway.ended()
         return found
 
     engine = load(folder, speculation=SUFFIX)

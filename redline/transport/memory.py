@@ -46,7 +46,7 @@ class MemoryArea:
         if memory.device is not None:
             raise ConfigError("transport: `memory` copies host memory only, and this is GPU memory")
         self.memory = memory
-        self.told = b"memory %d" % next(_numbers)
+        self.told = b"memory %d." % next(_numbers)  # cut short, it is no other area's
         _areas[self.told] = self
 
     @property
