@@ -43,9 +43,10 @@ class ImageDecoder:
         self._waiting += 1
         try:
             async with self._turn:
-                found = await self._decoded(data, field)
+                found = await self._decoded(data, field) or await self._decoded(data, field, last=True)
         finally:
             self._waiting -= 1
+        assert found is not None, "the last try has a reply or raises"
         if found.refused:
             raise RequestError(found.refused, field)
         return found
@@ -64,7 +65,8 @@ class ImageDecoder:
             if process.returncode is None:
                 process.kill()
 
-    async def _decoded(self, data: bytes, field: str) -> Decoded:
+    async def _decoded(self, data: bytes, field: str, *, last: bool = False) -> Decoded | None:
+        """The reply of the process; None if it has ended, which may have been for another reason than this image."""
         try:
             process = await self._started()
         except (OSError, asyncio.IncompleteReadError) as error:
@@ -80,6 +82,8 @@ class ImageDecoder:
             ) from None
         except (OSError, asyncio.IncompleteReadError):
             self._kill()
+            if not last:
+                return None
             raise RequestError("Could not process image: its decoder ended", field) from None
         except BaseException:  # the client has left: the pending reply would go to the next request
             self._kill()

@@ -4,7 +4,9 @@ import asyncio
 import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -46,18 +48,32 @@ async def test_an_image_is_decoded_as_in_this_process_and_a_bad_one_is_refused_b
     ]
 
 
-async def test_a_decoder_that_is_killed_refuses_one_image_and_decodes_the_next(decoder: ImageDecoder):
+async def test_a_decoder_that_is_killed_is_started_again_for_the_same_image(decoder: ImageDecoder):
     await decoder.decode(png(), "a")
     process = decoder._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    asked = asyncio.ensure_future(decoder.decode(png(), "b"))
+    asked = asyncio.ensure_future(decoder.decode(png("blue"), "b"))
     while not decoder._waiting:
         await asyncio.sleep(0)
     os.kill(process.pid, signal.SIGKILL)
+    assert (await asked).patches == (await decoder.decode(png("blue"), "c")).patches
+
+
+async def test_an_image_that_ends_its_decoder_twice_is_refused(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The program answers the empty file with which it is started, and ends at any other."""
+    program = tmp_path / "child"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, msgspec\nfrom redline.media.child import Decoded\n"
+        "sys.stdin.buffer.read(4)\nreply = msgspec.msgpack.encode(Decoded())\n"
+        "sys.stdout.buffer.write(len(reply).to_bytes(4, 'big') + reply)\nsys.stdout.flush()\nsys.stdin.buffer.read(4)\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(RequestError, match="its decoder ended"):
-        await asked
-    assert (await decoder.decode(png(), "c")).layout is not None
+        await decoder.decode(png(), "a")
 
 
 async def test_an_image_that_takes_too_long_is_refused_and_its_process_is_killed(decoder: ImageDecoder):

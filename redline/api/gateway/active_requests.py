@@ -132,10 +132,9 @@ class ActiveRequests:
         job = self._jobs.get(id)
         return job if job is not None and job.worker is worker else None
 
-    def pictures(self, id: JobId) -> tuple[Picture, ...]:
-        """The images in the prompt of a job; none if it has ended."""
-        job = self._jobs.get(id)
-        return () if job is None else job.pictures
+    def get(self, id: JobId) -> JobState | None:
+        """The job of this id, on whichever worker; None if it has ended, or was requeued."""
+        return self._jobs.get(id)
 
     def add(self, job: JobState) -> None:
         """Add a new job, without a worker."""

@@ -6,7 +6,6 @@ holds.
 """
 
 import asyncio
-import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,18 +15,17 @@ import msgspec
 
 from redline.api.ask import Prompt
 from redline.api.config import Limits
+from redline.api.gateway.active_requests import JobState
 from redline.chat.conversation import Conversation, Message, Picture
 from redline.errors import RedlineError
 from redline.media.child import Decoded
 from redline.media.decoder import ImageDecoder
 from redline.media.hashing import image_hash
 from redline.media.rules import ImageRules
-from redline.messages.media import ImageData, ImageWanted
+from redline.messages.media import ImageData
 from redline.router.worker_registry import WorkerHandle
 
 KNOWN = 4096  # decoded files whose hash and size are remembered, so that a file in a history is decoded once
-
-log = logging.getLogger("redline.api")
 
 
 class _Known(NamedTuple):
@@ -73,12 +71,9 @@ class Pictures:
                 del self._users[hash]
                 self._patches.pop(hash, None)
 
-    def send(self, worker: WorkerHandle, wanted: ImageWanted, pictures: Sequence[Picture]) -> None:
-        """Sends the pixels of one of these images of a job to its worker, soon."""
-        picture = next((one for one in pictures if one.hash == wanted.hash), None)
-        if picture is None:  # the job has ended
-            return
-        task = asyncio.get_running_loop().create_task(self._send(worker, picture))
+    def send(self, worker: WorkerHandle, hash: bytes, job: JobState) -> None:
+        """Sends the pixels of an image of a job to a worker, soon. If that fails, so does the response."""
+        task = asyncio.get_running_loop().create_task(self._send(worker, hash, job))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -89,19 +84,19 @@ class Pictures:
         if self._decoder is not None:
             await self._decoder.close()
 
-    async def _send(self, worker: WorkerHandle, picture: Picture) -> None:
-        patches = self._patches.pop(picture.hash, None)
+    async def _send(self, worker: WorkerHandle, hash: bytes, job: JobState) -> None:
+        picture = next(one for one in job.pictures if one.hash == hash)
+        patches = self._patches.pop(hash, None)
         if patches is None:
             try:
                 patches = (await self._decode(picture)).patches
-            except (
-                RedlineError
-            ) as error:  # it was decoded before; the job waits until its deadline or its client ends it
-                log.error("an image for %s cannot be decoded again: %s", worker.name, error)
+            except RedlineError as error:
+                job.response.fail(error)
                 return
-        data = ImageData(hash=picture.hash, frames=1, rows=picture.rows, columns=picture.columns, patches=patches)
         if worker.lost is None:
-            worker.outbox.put(data)
+            worker.outbox.put(
+                ImageData(hash=hash, frames=1, rows=picture.rows, columns=picture.columns, patches=patches)
+            )
 
     async def _read(self, picture: Picture, *, hold: bool) -> Picture:
         file = blake2b(picture.data, digest_size=16).digest()

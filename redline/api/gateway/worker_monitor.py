@@ -174,7 +174,8 @@ class WorkerMonitor:
             case Delta():
                 self._dispatcher.deliver(worker, message)
             case ImageWanted():
-                self._pictures.send(worker, message, self._requests.pictures(message.job))
+                if (job := self._requests.get(message.job)) is not None:
+                    self._pictures.send(worker, message.hash, job)
             case Load():
                 self.workers.update_load(worker, message)
                 self._metrics.load(message, worker.name, worker.epoch)
