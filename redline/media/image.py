@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from redline.media.rules import ImageLayout, ImageRules
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-MOST_RATIO = 200  # between the sides of an image, as in Kimi's and Qwen's preprocessing
+MOST_RATIO = 200  # between the sides of an image: a line of pixels shows nothing after it is resized
 
 
 class BadImage(Exception):

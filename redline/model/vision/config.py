@@ -3,6 +3,7 @@
 Unsupported settings are refused by name, as in `redline.model.k2.config`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,13 +98,7 @@ class VisionConfig:
     @property
     def parameters(self) -> int:
         """The number of stored values of tower and projector."""
-        total = 0
-        for _, shape in self.tensors():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(shape) for _, shape in self.tensors())
 
     def operations(self, frames: int, rows: int, columns: int) -> int:
         """Floating-point operations to encode one item of this grid of patches, two per multiplication and addition."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from redline.errors import CheckpointError
 from redline.model.vision.config import VisionConfig
+from redline.model.vision.load import random_tensors
 from redline.model.vision.tower import Grid, VisionTower
 from tests.model.vision.oracle import theirs
 
@@ -16,17 +17,8 @@ SMALL = VisionConfig(**KIMI, hidden=144, layers=3, heads=2, intermediate=200, te
 LIMIT = 1e-4  # relative error
 
 
-def random_weights(config: VisionConfig, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    weights: dict[str, Tensor] = {}
-    for name, shape in config.tensors():
-        values = torch.randn(shape, generator=generator)
-        if len(shape) == 1:
-            values = 0.1 * values + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        elif "pos_emb" not in name:
-            values /= values[0].numel() ** 0.5
-        weights[name] = values
-    return weights
+def random_weights(config: VisionConfig) -> dict[str, Tensor]:
+    return {name: values.float() for name, values in random_tensors(config)}
 
 
 def pixels(grid: Grid, seed: int = 1) -> Tensor:
