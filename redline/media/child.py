@@ -1,22 +1,20 @@
 """The process that decodes images: a hostile file can make only this process slow, large or crash; it can be killed.
 
-Requests and replies are frames: four bytes of length, big-endian, then the payload. A request is an image file; the
-reply is a msgpack `Decoded`. The arguments are JSON of the `ImageRules` and the limit on pixels.
+Requests and replies are frames (`redline.frames`). A request is an image file; the reply is a msgpack `Decoded`. The
+arguments are JSON of the `ImageRules` and the limit on pixels.
 """
 
 import resource
 import signal
-import struct
 import sys
-from typing import BinaryIO
 
 import msgspec
 
+from redline.frames import read_frame, write_frame
 from redline.media.image import BadImage, read_image
 from redline.media.rules import ImageLayout, ImageRules
 
 MEMORY_BYTES = 3 << 30  # address space: a decoded image of 100 million pixels, twice, with transparency
-_LENGTH = struct.Struct(">I")
 
 
 class Decoded(msgspec.Struct, array_like=True):
@@ -33,10 +31,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rules, most_pixels = msgspec.json.decode(sys.argv[1], type=ImageRules), int(sys.argv[2])
-    while (data := _frame(sys.stdin.buffer)) is not None:
-        reply = msgspec.msgpack.encode(decoded(data, rules, most_pixels))
-        sys.stdout.buffer.write(_LENGTH.pack(len(reply)) + reply)
-        sys.stdout.buffer.flush()
+    while (data := read_frame(sys.stdin.buffer)) is not None:
+        write_frame(sys.stdout.buffer, msgspec.msgpack.encode(decoded(data, rules, most_pixels)))
 
 
 def decoded(data: bytes, rules: ImageRules, most_pixels: int) -> Decoded:
@@ -48,11 +44,6 @@ def decoded(data: bytes, rules: ImageRules, most_pixels: int) -> Decoded:
     except MemoryError:
         return Decoded(refused="Could not process image: decoding it takes more memory than allowed")
     return Decoded(layout=pixels.layout, patches=pixels.patches.tobytes())
-
-
-def _frame(source: BinaryIO) -> bytes | None:
-    head = source.read(_LENGTH.size)
-    return source.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else None
 
 
 if __name__ == "__main__":

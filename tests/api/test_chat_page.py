@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from redline import child_process
 from redline.api.config import KeyLimits
-from redline.api.page import chat_page, render, render_child
+from redline.api.page import chat_page, render_child
 from redline.api.page.chat_page import FILES
 from redline.api.page.render import BLOCKS_BYTES, WAITING, Renderer
 from redline.api.page.render_child import rendered
@@ -208,7 +209,7 @@ async def test_a_block_that_takes_too_long_ends_its_process_and_no_more() -> Non
 
 
 async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = render._asked
+    real = child_process.exchange
     renderer = Renderer(render_s=600.0)
 
     async def asked(process: asyncio.subprocess.Process, line: bytes) -> bytes:
@@ -216,12 +217,12 @@ async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPa
             process.kill()
         return await real(process, line)
 
-    monkeypatch.setattr(render, "_asked", asked)
+    monkeypatch.setattr(child_process, "exchange", asked)
     try:
         with pytest.raises(RequestError, match="rendering the blocks takes more memory"):
             await renderer.answer(b'{"blocks":["deadly"]}')
         assert b"<p>next</p>" in await renderer.answer(b'{"blocks":["next"]}')
-        monkeypatch.setattr(render.sys, "executable", "/nowhere/python")
+        monkeypatch.setattr("sys.executable", "/nowhere/python")
         await renderer.ended()
         with pytest.raises(Overloaded, match="blocks cannot be rendered now"):
             await renderer.answer(b'{"blocks":["next"]}')

@@ -59,7 +59,7 @@ def process_of(grammars: Grammars) -> asyncio.subprocess.Process | None:
     """The first of the two."""
     child = grammars.trials._children[0]
     assert isinstance(child, GrammarProcess)
-    return child.process
+    return child.child.process
 
 
 async def killed(grammars: Grammars) -> None:
@@ -170,17 +170,17 @@ async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_pla
     with FakeClock().drives(asyncio.get_running_loop()) as clock:
         try:
             assert await child.ask(trial) == GrammarVerdict()
-            first = child.process
+            first = child.child.process
             assert first is not None
             first.send_signal(signal.SIGSTOP)
             asked = asyncio.create_task(child.ask(trial))
             await eventually(lambda: clock.advance(0.5) or asked.done())
             with pytest.raises(TimeoutError):
                 await asked
-            assert child.process is None
+            assert child.child.process is None
             assert await first.wait() == -signal.SIGKILL
             assert await child.ask(trial) == GrammarVerdict()
-            assert child.process not in (None, first)
+            assert child.child.process not in (None, first)
         finally:
             child.kill()
             await child.ended()

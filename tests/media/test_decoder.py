@@ -50,7 +50,7 @@ async def test_an_image_is_decoded_as_in_this_process_and_a_bad_one_is_refused_b
 
 async def test_a_decoder_that_is_killed_is_started_again_for_the_same_image(decoder: ImageDecoder):
     await decoder.decode(png(), "a")
-    process = decoder._process
+    process = decoder.child.process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     asked = asyncio.ensure_future(decoder.decode(png("blue"), "b"))
@@ -68,7 +68,8 @@ async def test_an_image_that_ends_its_decoder_twice_is_refused(
     program.write_text(
         f"#!{sys.executable}\nimport sys, msgspec\nfrom redline.media.child import Decoded\n"
         "sys.stdin.buffer.read(4)\nreply = msgspec.msgpack.encode(Decoded())\n"
-        "sys.stdout.buffer.write(len(reply).to_bytes(4, 'big') + reply)\nsys.stdout.flush()\nsys.stdin.buffer.read(4)\n"
+        "sys.stdout.buffer.write(len(reply).to_bytes(4, 'little') + reply)\nsys.stdout.flush()\n"
+        "sys.stdin.buffer.read(4)\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
@@ -78,10 +79,10 @@ async def test_an_image_that_ends_its_decoder_twice_is_refused(
 
 async def test_an_image_that_takes_too_long_is_refused_and_its_process_is_killed(decoder: ImageDecoder):
     await decoder.decode(png(), "a")
-    process = decoder._process
+    process = decoder.child.process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    decoder._decode_s = 0.0
+    decoder.decode_s = 0.0
     with pytest.raises(RequestError, match="more than 0 s"):
         await decoder.decode(png(), "b")
     assert await process.wait() == -signal.SIGKILL
@@ -89,7 +90,7 @@ async def test_an_image_that_takes_too_long_is_refused_and_its_process_is_killed
 
 async def test_a_process_whose_closing_is_cancelled_is_waited_for_by_the_next_closing(decoder: ImageDecoder):
     await decoder.decode(png(), "a")
-    process = decoder._process
+    process = decoder.child.process
     assert process is not None
     closing = asyncio.ensure_future(decoder.close())
     await asyncio.sleep(0)

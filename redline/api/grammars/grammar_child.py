@@ -8,10 +8,9 @@ import json
 import random
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -20,13 +19,13 @@ from redline.chat.constraint import ANY_OBJECT, dumped, grammars, of_schema
 from redline.chat.schema import Written, loosen
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
+from redline.frames import read_frame, write_frame
 from redline.messages.base import Record
 from redline.policy.grammar import NOT_TOLD, GrammarBudget, parser_limits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-LENGTH = struct.Struct("<I")
 WALKS = 2  # random texts of a grammar that a trial follows
 WALKED = 48  # most tokens of each text
 TOO_LONG = "it takes too long"
@@ -70,17 +69,11 @@ class GrammarVerdict(Record, frozen=True):
     timed: bool = False
 
 
-def framed(message: Record) -> bytes:
-    """A message as a frame."""
-    data = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(data)) + data
-
-
 def main() -> None:
     """Answer trials until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT reaches the whole group; the end of stdin ends this process
     inlet, outlet = sys.stdin.buffer, sys.stdout.buffer
-    data = _frame(inlet)
+    data = read_frame(inlet)
     if data is None:
         return
     vocabulary = msgspec.msgpack.decode(data, type=Vocabulary)
@@ -88,9 +81,9 @@ def main() -> None:
     ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
     tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names, ends=vocabulary.ends))
     inward = [ranks[bytes([byte])] for byte in _INWARD if bytes([byte]) in ranks]
-    while (data := _frame(inlet)) is not None:
-        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=GrammarTrial), tokens, inward)))
-        outlet.flush()
+    while (data := read_frame(inlet)) is not None:
+        verdict = verdict_of(msgspec.msgpack.decode(data, type=GrammarTrial), tokens, inward)
+        write_frame(outlet, msgspec.msgpack.encode(verdict))
 
 
 def verdict_of(trial: GrammarTrial, tokens: "LLTokenizer", inward: Sequence[int]) -> GrammarVerdict:
@@ -191,14 +184,6 @@ def _drawn(mask: int, draw: random.Random) -> int:
     place = draw.randrange(mask.bit_length())
     above = mask >> place
     return place + (above & -above).bit_length() - 1
-
-
-def _frame(inlet: BinaryIO) -> bytes | None:
-    head = inlet.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    return inlet.read(size)
 
 
 if __name__ == "__main__":

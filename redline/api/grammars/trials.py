@@ -6,8 +6,7 @@ trial is dropped if it has not started; else it runs to its end, and its verdict
 """
 
 import asyncio
-import logging
-import sys
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -16,15 +15,14 @@ import msgspec
 
 from redline import clock
 from redline.api.config import Limits
-from redline.api.grammars.grammar_child import LENGTH, GrammarTrial, GrammarVerdict, Vocabulary, framed
+from redline.api.grammars.grammar_child import GrammarTrial, GrammarVerdict, Vocabulary
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.child_process import ChildProcess
 from redline.errors import Overloaded
+from redline.frames import framed
 
 SMALL_BYTES = 16 << 10  # of a grammar for the second process: such a grammar compiles in some 50 ms
 LATE_S = 30.0  # seconds for which a key comes after others, once one of its trials has timed out
-START_S = 60.0  # seconds for a process to load its vocabulary, on a machine that is busy loading a model
-
-log = logging.getLogger("redline.api")
 
 
 class Child(Protocol):
@@ -185,76 +183,32 @@ class GrammarProcess:
     """A process that compiles grammars: started at the first trial, killed if one takes too long, and restarted."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
-        self._tokenizer = tokenizer
+        first = functools.partial(_first, tokenizer, limits.grammar_memory)
+        self.child = ChildProcess(
+            "redline.api.grammars.grammar_child", unable="grammars cannot be compiled now", first=first
+        )
         self._limits = limits
-        self.process: asyncio.subprocess.Process | None = None  # the running process
-        self._killed: list[asyncio.subprocess.Process] = []
 
     async def ask(self, trial: GrammarTrial) -> GrammarVerdict:
         """See `Child.ask`."""
-        if self.process is not None and self.process.returncode is not None:
-            self.kill()  # it has exited since its last trial
-        if self.process is None:
-            try:
-                async with asyncio.timeout(START_S):
-                    await self._start()
-            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                log.error("the process that compiles grammars cannot be started: %s", error)
-                raise Overloaded("grammars cannot be compiled now; try again later") from None
-        assert self.process is not None
-        try:
-            async with asyncio.timeout(self._limits.grammar_seconds):
-                return msgspec.msgpack.decode(await self._answer(self.process, framed(trial)), type=GrammarVerdict)
-        except asyncio.IncompleteReadError as error:
-            self.kill()
-            raise ConnectionError("the process has exited") from error
-        except BaseException:
-            self.kill()
-            raise
+        reply = await self.child.ask(msgspec.msgpack.encode(trial), self._limits.grammar_seconds)
+        return msgspec.msgpack.decode(reply, type=GrammarVerdict)
 
     def kill(self) -> None:
         """See `Child.kill`."""
-        process, self.process = self.process, None
-        if process is not None:
-            self._killed.append(process)
-            if process.returncode is None:
-                process.kill()
+        self.child.kill()
 
     async def ended(self) -> None:
         """See `Child.ended`."""
-        while self._killed:
-            await self._killed[0].wait()  # a caller that is cancelled here leaves the process to the next one
-            self._killed = [one for one in self._killed if one.returncode is None]
-
-    async def _start(self) -> None:
-        """Start the process, and wait until it has loaded the vocabulary."""
-        await self.ended()  # the process before
-        pipe = asyncio.subprocess.PIPE
-        command = sys.executable, "-m", "redline.api.grammars.grammar_child"
-        process = self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        try:
-            first = framed(GrammarTrial(text='{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'))
-            vocabulary = await asyncio.to_thread(_vocabulary, self._tokenizer, self._limits.grammar_memory)
-            await self._answer(process, vocabulary + first)
-        except BaseException:
-            self.kill()
-            raise
-
-    @staticmethod
-    async def _answer(process: asyncio.subprocess.Process, frames: bytes) -> bytes:
-        """Send frames to the process, the last of which is a trial, and return the reply."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(frames)
-        await process.stdin.drain()
-        head = await process.stdout.readexactly(LENGTH.size)
-        return await process.stdout.readexactly(LENGTH.unpack(head)[0])
+        await self.child.ended()
 
 
-def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
-    """The first frame sent to a process."""
+def _first(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
+    """The first frames sent to a process: its vocabulary, and a trial."""
     tokens = tuple(map(tokenizer.token_bytes, tokenizer.ordinary))
     controls = sorted(tokenizer.specials, key=tokenizer.specials.__getitem__)[:RESERVED]
     names = dict(enumerate(controls, len(tokens)))
     ends = tuple(str(tokenizer.name(token)) for token in tokenizer.stop_ids)
-    return framed(Vocabulary(tokens=tokens, names=names, ends=ends, memory_bytes=memory_bytes))
+    vocabulary = Vocabulary(tokens=tokens, names=names, ends=ends, memory_bytes=memory_bytes)
+    trial = GrammarTrial(text='{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')
+    return b"".join(framed(msgspec.msgpack.encode(one)) for one in (vocabulary, trial))

@@ -1,8 +1,9 @@
 """The process that renders the page's Markdown: a slow block blocks only this process, which can be killed.
 
-Each line of standard input is a JSON list of texts; each is answered by a line with the list of their HTML, null for a
-text that fails. markdown-it-py parses Markdown, Pygments highlights code, latex2mathml converts TeX to MathML, and nh3
-removes all elements other than those that these libraries produce. HTML in a text is shown as text.
+Each frame of standard input (`redline.frames`) is a JSON list of texts; it is answered by a frame with the list of
+their HTML, null for a text that fails. markdown-it-py parses Markdown, Pygments highlights code, latex2mathml converts
+TeX to MathML, and nh3 removes all elements other than those that these libraries produce. HTML in a text is shown as
+text.
 """
 
 import resource
@@ -25,6 +26,8 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import find_lexer_class_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
+
+from redline.frames import read_frame, write_frame
 
 MEMORY_BYTES = 1 << 30  # address space
 COLOURED_CHARS = 50_000  # of a code block; longer ones are not highlighted
@@ -64,10 +67,9 @@ def main() -> None:
     """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT reaches the whole group; the end of stdin ends this process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    for line in sys.stdin.buffer:
-        texts = msgspec.json.decode(line, type=list[str])
-        sys.stdout.buffer.write(msgspec.json.encode([attempted(text) for text in texts]) + b"\n")
-        sys.stdout.buffer.flush()
+    while (blocks := read_frame(sys.stdin.buffer)) is not None:
+        texts = msgspec.json.decode(blocks, type=list[str])
+        write_frame(sys.stdout.buffer, msgspec.json.encode([attempted(text) for text in texts]))
 
 
 def attempted(text: str) -> str | None:
