@@ -57,7 +57,8 @@ class ImageRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_model(cls, folder: Path | str) -> "ImageRules | None":
-        """As `of`; None if the model in this folder has no vision tower, by its config and its index."""
+        """As `of`; None if the model in this folder reads no images: its config or its index has no vision tower, or
+        there is no preprocessor_config.json."""
         folder = Path(folder)
         try:
             config = json.loads((folder / "config.json").read_text())
@@ -65,9 +66,8 @@ class ImageRules(msgspec.Struct, frozen=True):
             names = json.loads(index.read_text())["weight_map"] if index.exists() else ["vision_tower."]
         except (OSError, ValueError, KeyError):
             return None  # the reader of the checkpoint tells what is wrong
-        if not config.get("vision_config") or not any(name.startswith("vision_tower.") for name in names):
-            return None
-        return cls.of(folder)
+        tower = config.get("vision_config") and any(name.startswith("vision_tower.") for name in names)
+        return cls.of(folder) if tower and (folder / "preprocessor_config.json").exists() else None
 
     def layout(self, width: int, height: int) -> ImageLayout:
         """The layout of an image of this size in pixels, after its orientation has been applied."""

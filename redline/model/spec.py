@@ -1,7 +1,7 @@
-"""The model families that Redline serves, and what the other packages ask of one: a `ModelSpec`.
+"""The model families that Redline serves; a `ModelSpec` is the interface of one to the other packages.
 
 This module imports no torch, so the API process can read it; a family's code is imported when `loader` is first read.
-docs/models.md says how to add a family.
+docs/models.md describes how to add a family.
 """
 
 from __future__ import annotations

@@ -86,3 +86,21 @@ def test_an_unsupported_value_is_named(key: str, value: object, tmp_path: Path):
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json is missing"):
         ImageRules.of(tmp_path)
+
+
+def test_a_model_without_a_tower_its_tensors_or_the_preprocessors_file_reads_no_images(tmp_path: Path):
+    vision = {"patch_size": 14}
+    names = {"vision_tower.patch_embed.proj.weight": "1", "lm_head.weight": "1"}
+
+    def rules(config: object, index: object, preprocessor: bool = True) -> ImageRules | None:
+        (tmp_path / "config.json").write_text(json.dumps({"vision_config": config}))
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        path = tmp_path / "preprocessor_config.json"
+        path.write_text(json.dumps(k25_preprocessor_config())) if preprocessor else path.unlink(missing_ok=True)
+        return ImageRules.of_model(tmp_path)
+
+    assert rules(vision, names) == ImageRules()
+    assert rules(None, names) is None
+    assert rules(vision, {"lm_head.weight": "1"}) is None
+    assert rules(vision, names, preprocessor=False) is None
+    assert ImageRules.of_model(tmp_path / "nowhere") is None
