@@ -6,7 +6,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -192,29 +192,38 @@ def test_responses_read_images_and_remember_them(server: Server):
         server.client.responses.create(model="tiny", input=[{"role": "user", "content": [wrong]}])
 
 
+def read(server: Server, colour: str, begun: Callable[[], object] = lambda: None, tokens: int = 60) -> list[float]:
+    """The log probabilities of a streamed answer about an image. They are the model's own, before the bias that makes
+    every token an "a", so the image decides them. begun: called at the first chunk."""
+    asked: dict[str, Any] = {
+        "max_tokens": tokens, "logprobs": True, "extra_body": {"ignore_eos": True, **PLAIN["extra_body"]}
+    }  # fmt: skip
+    found: list[float] = []
+    for chunk in chat(server, said(QUESTION), part(picture(colour)), stream=True, **asked):
+        if not found:
+            begun()
+        found += [one.logprob for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content or ()]
+    assert len(found) == tokens
+    return found
+
+
+def off(these: Sequence[float], those: Sequence[float]) -> float:
+    """The largest difference."""
+    return max(abs(one - other) for one, other in zip(these, those, strict=True))
+
+
 def test_an_image_is_sent_again_to_a_worker_that_was_restarted(server: Server):
-    """Last in this file: the worker is killed while it answers about an image."""
-    content = said(QUESTION), part(picture("green"))
-    asked: dict[str, Any] = {
-        "max_tokens": 700, "extra_body": {"return_token_ids": True, "ignore_eos": True, **PLAIN["extra_body"]}
-    }  # fmt: skip
-    expected = chat(server, *content, **asked).choices[0].model_extra["token_ids"]
-    tokens: list[int] = []
-    for chunk in chat(server, *content, stream=True, **asked):
-        if not tokens:
-            for worker in server.workers:  # the decoder of images too
-                with suppress(ProcessLookupError):  # some end with their parents
-                    os.kill(worker, signal.SIGKILL)
-        tokens += [token for choice in chunk.choices for token in (choice.model_extra or {}).get("token_ids") or []]
-    assert tokens == expected
+    """The worker is killed while it answers about an image, and the decoder of images with it."""
+
+    def kill() -> None:
+        for process in server.workers:
+            with suppress(ProcessLookupError):  # some end with their parents
+                os.kill(process, signal.SIGKILL)
+
+    expected = read(server, "green", tokens=700)
+    assert off(expected, read(server, "blue", tokens=700)) > 0.1
+    assert off(expected, read(server, "green", kill, tokens=700)) < 1e-3
     assert "the worker has ended with code -9; it is restarted" in server.said
-
-
-def answered(server: Server) -> list[int]:
-    asked: dict[str, Any] = {
-        "max_tokens": 100, "extra_body": {"return_token_ids": True, "ignore_eos": True, **PLAIN["extra_body"]}
-    }  # fmt: skip
-    return chat(server, said(QUESTION), part(picture("navy")), **asked).choices[0].model_extra["token_ids"]
 
 
 def test_metrics_count_encoded_images(server: Server):
@@ -244,6 +253,10 @@ def test_where_an_image_is_read_does_not_matter(how: str, server: Server, tmp_pa
     )
     other = Server(tmp_path / "one.toml")
     try:
-        assert answered(other.until_ready()) == answered(server)
+        other.until_ready()
+        expected = read(server, "navy")
+        assert off(expected, read(server, "white")) > 0.1
+        # Two ranks add in another order; over bf16 pages that is a rounding of a latent now and then.
+        assert off(expected, read(other, "navy")) <= (0.02 if how == "ranks" else 0)
     finally:
         other.close()
