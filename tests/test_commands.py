@@ -119,6 +119,7 @@ def as_served(command: str, server: Server) -> str:
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 def test_every_quick_command_runs_as_written(served: Server, tmp_path: Path):
     for name in ("models", "examples", "redline"):

@@ -41,6 +41,7 @@ def failure(folder: Path, **environment: str) -> tuple[str, str]:
     return seeds.pop(), numbers[0]
 
 
+@pytest.mark.slow
 def test_a_failure_shows_its_seed_which_is_the_same_each_time_unless_others_are_asked_for(tmp_path: Path):
     seed, numbers = failure(tmp_path)
     assert failure(tmp_path, REDLINE_TEST_SEED=seed) == (seed, numbers)

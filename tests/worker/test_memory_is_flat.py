@@ -41,7 +41,9 @@ def jobs() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafter"])
+@pytest.mark.parametrize(
+    "drafts", [pytest.param(False, marks=pytest.mark.slow, id="plain"), pytest.param(True, id="drafter")]
+)
 def test_memory_is_flat_over_many_jobs(drafts: bool):
     how = BOTH if drafts else None
     engine, coming = open_engine(tiny_model(), pages=24, max_model_len=256, step_tokens=64, speculation=how), jobs()

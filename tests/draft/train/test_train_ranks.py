@@ -35,6 +35,7 @@ def assert_same(found: Path, wanted: Path) -> None:
         assert apart < 4e-3, name  # bf16
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns_and_go_on_where_they_stopped(tmp_path: Path):
     target = target_folder(tmp_path / "target")
     kinds = ["one process", "data parallel", "fully sharded"]

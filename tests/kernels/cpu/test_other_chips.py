@@ -38,9 +38,8 @@ def chips() -> list[str]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "chip", [pytest.param(chip, marks=[pytest.mark.slow] * (chip != "x86-64-v3")) for chip in chips()], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", chips())
 def test_kernels_for_another_chip_are_the_references(chip: str):
     command = [sys.executable, "-c", PROGRAM, chip, LAW_1]
     done = forked.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=380)

@@ -33,7 +33,7 @@ def say(file: Path, ranks: int, what: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 12), (4, 5)])
+@pytest.mark.parametrize(("ranks", "rounds"), [pytest.param(2, 12, marks=pytest.mark.slow), (4, 5)])
 def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int, tmp_path: Path) -> None:
     file = inboxes(tmp_path, ranks)
     said = say(file, ranks, str(rounds))
