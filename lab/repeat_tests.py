@@ -58,6 +58,13 @@ def busy(number):
             process.wait()
 
 
+def kept(tree, said):
+    """The name of a file with the whole output of a failed run, next to the clones."""
+    file = tree.parent / f"failed-{time.strftime('%m%d-%H%M%S', time.gmtime())}.log"
+    file.write_text(said)
+    return file.name
+
+
 def run(tree, isa, others):
     """One run of `make tests`: its counts, seconds and failures."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}  # as in a user's shell
@@ -82,6 +89,7 @@ def run(tree, isa, others):
         **counts,
         "failures": re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE),
         "tail": [] if code == 0 else said[-6000:].splitlines(),
+        "said": None if code == 0 else kept(tree, said),
     }
 
 
