@@ -79,7 +79,7 @@ class FreeEngine:
         match message:
             case Job(id=id):
                 self._left[id] = message.sampling.max_tokens
-                self._more[id] = encode(Delta(job=id, tokens=(self._token,)))
+                self._more[id] = encode([Delta(job=id, tokens=(self._token,))])
                 if self._task is None or self._task.done():
                     self._task = asyncio.get_running_loop().create_task(self._run())
             case Abort(job=id):
@@ -95,7 +95,7 @@ class FreeEngine:
             for id, left in list(self._left.items()):
                 if left > 1:
                     self._left[id] = left - 1
-                    messages.append(decode(self._more[id]))
+                    messages += decode(self._more[id])
                 else:
                     del self._left[id]
                     messages.append(Delta(job=id, tokens=(self._token,), finish="length"))

@@ -32,11 +32,11 @@ class Box:
         self.messages: list[bytes] = []
 
     def put(self, message: Wire) -> None:
-        self.messages.append(encode(message))
+        self.messages.append(encode([message]))
 
     def take(self) -> list[Wire]:
         taken, self.messages = self.messages, []
-        return [decode(message) for message in taken]
+        return [message for data in taken for message in decode(data)]
 
 
 class Layered:

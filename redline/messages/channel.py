@@ -20,6 +20,7 @@ import stat
 import struct
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self, cast
@@ -34,13 +35,13 @@ from redline.messages.handshakes import Handshakes
 from redline.messages.news import Missed
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one encoded message between processes
-# Messages per `get` of an asyncio reader: handling one takes 0.3 ms, and all run in one iteration of the event loop.
+# Frames per `get` of an asyncio reader: handling one takes 0.3 ms, and all run in one iteration of the event loop.
 MOST_AT_ONCE = 32
 IPC = "ipc://"  # scheme of a local socket's address, followed by its path
 _LINGER_MS = 1000  # how long a closed socket keeps sending its last messages
 _IPC_PATH_BYTES = 107  # sockaddr_un.sun_path has 108 bytes, the last of them zero
 WRITER_BYTES = 8  # size of a writer's name
-# Header of each message: the writer's name, and how many messages it sent before.
+# Header of each frame: the writer's name, and how many messages it sent before.
 _HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")
 
 
@@ -232,15 +233,20 @@ class SocketOutbox(_Socket):
     def put(self, message: Wire) -> None:
         """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, if it is larger than
         MAX_MESSAGE_BYTES."""
-        data = encode(message)
+        self.put_all((message,))
+
+    def put_all(self, messages: Sequence[Wire]) -> None:
+        """Send messages in one frame, which costs both ends about as much as one message; never blocks. Raises
+        MessageTooLarge, and sends nothing, if they are together larger than MAX_MESSAGE_BYTES."""
+        data = encode(messages)
         if len(data) > MAX_MESSAGE_BYTES:  # the reader would close the connection without an error message
             raise MessageTooLarge(
-                f"the {type(message).__name__.lower()} message of this request has {len(data):,} bytes; the limit "
+                f"the {type(messages[0]).__name__.lower()} message of this request has {len(data):,} bytes; the limit "
                 f"between processes is {MAX_MESSAGE_BYTES:,}: request less at once"
             )
         with contextlib.suppress(zmq.Again):  # the queue is full (`most`)
             self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)
-        self._sent += 1
+        self._sent += len(messages)
 
 
 class SocketInbox(_Socket):
@@ -275,7 +281,7 @@ class AsyncSocketInbox(_Socket):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self) -> list[Wire]:
-        """Wait for messages and return them: at least one, at most MOST_AT_ONCE."""
+        """Wait for messages and return those of at most MOST_AT_ONCE frames, at least one."""
         self._loop = asyncio.get_running_loop()
         while True:
             await self._readable.poll()
@@ -305,14 +311,16 @@ def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
 
 
 def _receive(socket: zmq.Socket[bytes], heard: dict[bytes, int], most: float = math.inf) -> list[Wire]:
-    """The messages that have arrived, in order, at most `most`; a `Missed` is inserted at each gap in a writer's
-    numbers.
+    """The messages that have arrived, in order, of at most `most` frames; a `Missed` is inserted at each gap in a
+    writer's numbers.
 
     heard: number of messages received from each writer. Raises msgspec.ValidationError for data that is not a message,
     and struct.error for data shorter than the header.
     """
     messages: list[Wire] = []
-    while len(messages) < most:
+    frames = 0
+    while frames < most:
+        frames += 1
         try:
             data = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -320,6 +328,7 @@ def _receive(socket: zmq.Socket[bytes], heard: dict[bytes, int], most: float = m
         writer, number = _HEAD.unpack_from(data)
         if missed := number - heard.get(writer, 0):
             messages.append(Missed(messages=missed, writer=writer))
-        heard[writer] = number + 1
-        messages.append(decode(memoryview(data)[_HEAD.size :]))
+        arrived = decode(memoryview(data)[_HEAD.size :])
+        heard[writer] = number + len(arrived)
+        messages += arrived
     return messages

@@ -1,4 +1,6 @@
-"""Encoding of messages: one tagged union, as msgpack, validated while it is decoded."""
+"""Encoding of messages: lists of one tagged union, as msgpack, validated while they are decoded."""
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -47,15 +49,15 @@ Wire = (
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder[Wire](Wire)
+_decoder = msgspec.msgpack.Decoder[list[Wire]](list[Wire])
 
 
-def encode(message: Wire) -> bytes:
-    """A message as msgpack, tagged with its class name."""
-    return _encoder.encode(message)
+def encode(messages: Sequence[Wire]) -> bytes:
+    """Messages as msgpack, each tagged with its class name."""
+    return _encoder.encode(messages)
 
 
-def decode(data: bytes | memoryview) -> Wire:
-    """The message in `data`. Raises msgspec.ValidationError, which names the place, if it is not a Wire message, and
-    msgspec.DecodeError if it is not msgpack."""
+def decode(data: bytes | memoryview) -> list[Wire]:
+    """The messages in `data`. Raises msgspec.ValidationError, which names the place, if it is not a list of Wire
+    messages, and msgspec.DecodeError if it is not msgpack."""
     return _decoder.decode(data)

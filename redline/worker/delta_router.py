@@ -4,10 +4,12 @@ A job's deltas are sent to the process that submitted the job; all other message
 process, that process has started the worker and is the only receiver.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+from redline.errors import MessageTooLarge
 from redline.messages.channel import Outbox, SocketOutbox
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
@@ -53,6 +55,31 @@ class DeltaRouter:
             self._load = message
         for outbox in self._outboxes.values():
             outbox.put(message)
+
+    def put_deltas(self, deltas: Sequence[Delta]) -> list[tuple[Delta, MessageTooLarge]]:
+        """Send a step's deltas, in one frame to each receiver. -> those that are too large for a message, which were
+        not sent, with the error."""
+        of: dict[str, list[Delta]] = {}
+        for delta in deltas:
+            of.setdefault(self._of.get(delta.job, STARTER) if self._of else STARTER, []).append(delta)
+        refused: list[tuple[Delta, MessageTooLarge]] = []
+        for replica, some in of.items():
+            outbox = self._outboxes.get(replica)
+            if isinstance(outbox, SocketOutbox) and len(some) > 1:
+                with contextlib.suppress(MessageTooLarge):  # perhaps one of them is; each is sent alone then
+                    outbox.put_all(some)
+                    continue
+            for delta in some:
+                try:
+                    if outbox is not None:
+                        outbox.put(delta)
+                except MessageTooLarge as error:
+                    refused.append((delta, error))
+        if self._of:
+            for delta in deltas:
+                if delta.finish is not None:
+                    self._of.pop(delta.job, None)
+        return refused
 
     def put_to(self, replica: str, message: Wire) -> None:
         """Send a message to one receiver, if it is still connected."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from redline import clock
-from redline.errors import MessageTooLarge, WorkerLost
+from redline.errors import WorkerLost
 from redline.messages.channel import Inbox, Outbox
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
@@ -247,23 +247,19 @@ class WorkerLoop:
         """Passes the last deltas of jobs to the services only."""
         for delta in deltas:
             self._router.forget(delta.job)
-            for service in self._services:
-                service.sending(delta)
+        for service in self._services:
+            service.sending(deltas)
 
     def _send(self, deltas: Sequence[Delta]) -> None:
         """Sends deltas. A delta that is too large for a message ends its job with an error of the server, since the
         server is responsible for bounding its messages."""
-        for delta in deltas:
-            try:
-                self._put(delta)
-            except MessageTooLarge as error:
+        while deltas:
+            for service in self._services:
+                service.sending(deltas)
+            refused = self._router.put_deltas(deltas)
+            for delta, _ in refused:
                 self._planner.abort(delta.job)
-                self._put(Delta(job=delta.job, finish="error", error=str(error), fault="failed"))
-
-    def _put(self, delta: Delta) -> None:
-        for service in self._services:
-            service.sending(delta)
-        self._router.put(delta)
+            deltas = [Delta(job=one.job, finish="error", error=str(error), fault="failed") for one, error in refused]
 
     def _stop(self) -> None:
         self._send(self._planner.abort_all())

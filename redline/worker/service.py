@@ -4,6 +4,8 @@ KV transfer, KV offload, reports of the cache, traces and profiles are services.
 every hook of every service, in its thread, at the moments that the hooks state. A worker without services is complete.
 """
 
+from collections.abc import Sequence
+
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta
 from redline.messages.job import JobId
@@ -63,8 +65,8 @@ class Service:
         """A step was settled, or there was none; called in each iteration. -> the deltas to send. Raises WorkerLost."""
         return deltas
 
-    def sending(self, delta: Delta) -> None:
-        """A delta is about to be sent, or is dropped because its receiver has gone."""
+    def sending(self, deltas: Sequence[Delta]) -> None:
+        """Deltas are about to be sent, or are dropped because their receiver has gone."""
 
     def work(self) -> None:
         """An iteration's deltas were sent; called in each iteration."""

@@ -7,6 +7,7 @@ by its owner (mode 0600), and nothing is ever deleted from it.
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from redline.errors import ConfigError
@@ -50,8 +51,12 @@ class Trace(Service):
         if isinstance(message, Job):
             self._stories[message.id] = _Story(message)
 
-    def sending(self, delta: Delta) -> None:
-        """Add a delta of a job that was submitted; the last one, with a `finish`, writes the line."""
+    def sending(self, deltas: Sequence[Delta]) -> None:
+        """Add the deltas of jobs that were submitted; the last one of a job, with a `finish`, writes its line."""
+        for delta in deltas:
+            self._add(delta)
+
+    def _add(self, delta: Delta) -> None:
         story = self._stories.get(delta.job)
         if story is None:
             return

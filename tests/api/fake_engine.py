@@ -40,7 +40,7 @@ class FakeEngine:
         return link
 
     def put(self, message: Wire) -> None:
-        match decode(encode(message)):
+        match decode(encode([message]))[0]:
             case Job() as job:
                 self.jobs.append(job)
                 task = asyncio.get_running_loop().create_task(self._run(job))
@@ -66,7 +66,7 @@ class FakeEngine:
             await self.gate.wait()
             if job.id in self.aborted:
                 return
-            self._deliver(decode(encode(delta)))
+            self._deliver(decode(encode([delta]))[0])
             self.sent += 1
 
 

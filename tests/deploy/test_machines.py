@@ -291,7 +291,7 @@ def test_who_has_not_the_key_can_start_stop_feed_and_read_nothing(machines: Mach
     ports = {port for pid in all_processes(machines) for _, port in listening(pid)} - http
     assert len(ports) == 1 + 2 + 2 + 2, "the server's port, two agents, two workers' jobs, two workers' messages"
     before, pids, expected = machines.workers(), all_processes(machines), tokens_of(machines, 40)
-    words = [struct.pack("<8sQ", b"stranger", number) + encode(word) for number, word in enumerate(WORDS)]
+    words = [struct.pack("<8sQ", b"stranger", number) + encode([word]) for number, word in enumerate(WORDS)]
     with contextlib.ExitStack() as peers:
 
         def peer(*how: Any) -> Peer:

@@ -165,7 +165,7 @@ class Arrived:
     """Replaces an inbox's socket: all messages have already arrived; records the timeouts of polls."""
 
     def __init__(self, *messages: Wire) -> None:
-        self._data = deque(_HEAD.pack(bytes(8), number) + encode(message) for number, message in enumerate(messages))
+        self._data = deque(_HEAD.pack(bytes(8), number) + encode([message]) for number, message in enumerate(messages))
         self.waits_ms: list[int | None] = []
 
     def recv(self, _: int) -> bytes:
@@ -218,7 +218,7 @@ def test_a_stranger_with_another_key_or_none_delivers_nothing():
         stranger.linger = 0
         refusals = [refusals_of(stranger)]
         stranger.connect(inbox.address)
-        stranger.send(encode(delta(1)))
+        stranger.send(encode([delta(1)]))
         other = SocketOutbox(inbox.address, b"another key")
         refusals.append(refusals_of(other._socket))
         other.put(delta(2))
@@ -364,7 +364,25 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one
         ):
             outbox.put(Delta(job=JobId("a"), tokens=(2,), error="x" * MAX_MESSAGE_BYTES))
         outbox.put(delta(3))
-        assert drain(inbox, 2) == [1, 3]
+        with pytest.raises(MessageTooLarge):
+            outbox.put_all([delta(4), Delta(job=JobId("a"), tokens=(5,), error="x" * MAX_MESSAGE_BYTES)])
+        outbox.put(delta(6))
+        assert drain(inbox, 3) == [1, 3, 6], "nothing of the refused ones"
+
+
+def test_messages_of_one_frame_arrive_in_order_and_each_counts(tmp_path: Path) -> None:
+    address = ipc_address(tmp_path / "run", "in")
+    with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+        outbox.put_all([delta(0), delta(1)])
+        outbox.put(delta(2))
+        assert drain(inbox, 3) == [0, 1, 2]
+        outbox._sent += 3  # a frame of three messages is lost
+        outbox.put_all([delta(6), delta(7)])
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [
+            Missed(messages=3, writer=outbox._writer),
+            delta(6),
+            delta(7),
+        ]
 
 
 def test_what_waits_for_a_silent_reader_is_bounded_and_what_was_lost_is_told(tmp_path: Path) -> None:
@@ -392,9 +410,9 @@ def test_what_waits_for_a_silent_reader_is_bounded_and_what_was_lost_is_told(tmp
 
 def test_the_largest_message_arrives(tmp_path: Path):
     address = ipc_address(tmp_path / "run", "worker")
-    frame = len(encode(Delta(job=JobId("a"), error="x" * (1 << 17)))) - (1 << 17)
+    frame = len(encode([Delta(job=JobId("a"), error="x" * (1 << 17))])) - (1 << 17)
     largest = Delta(job=JobId("a"), error="x" * (MAX_MESSAGE_BYTES - frame))
-    assert len(encode(largest)) == MAX_MESSAGE_BYTES
+    assert len(encode([largest])) == MAX_MESSAGE_BYTES
     with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
         outbox.put(largest)
         assert inbox.drain(wait=True, timeout=LIMIT_S) == [largest]

@@ -445,7 +445,7 @@ def test_prompt_logprobs_come_a_step_at_a_time_although_the_prompt_is_cached():
 def test_the_log_probabilities_of_the_largest_step_travel():
     """Each of its generated tokens has 20 alternatives, with the longest possible numbers."""
     worst = TokenLogprobs(token=1 << 31, logprob=-math.pi, rank=1 << 31, top=((1 << 31, -math.pi),) * 20)
-    assert len(encode(Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS))) < MAX_MESSAGE_BYTES
+    assert len(encode([Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS)])) < MAX_MESSAGE_BYTES
     with pytest.raises(ConfigError, match="step_tokens is 65,537; the maximum is 65,536"):
         PlanConfig(step_tokens=MOST_STEP_TOKENS + 1)
     assert PlanConfig(step_tokens=MOST_STEP_TOKENS).step_tokens == MOST_STEP_TOKENS

@@ -40,11 +40,11 @@ class Two:
         self._followed = FollowedMemory(os.dup(self.memory.file), 1, self.follower.kv)
 
     def tell(self, command: Wire) -> None:
-        self.told.append(encode(command))
+        self.told.append(encode([command]))
 
     def obey(self) -> None:
         """Execute the commands that the follower has received."""
-        commands = [*map(decode, self.told), Stop()]
+        commands = [*(command for data in self.told for command in decode(data)), Stop()]
         self.told.clear()
         _obey(self.follower, SimpleNamespace(drain=lambda **_: commands), DigestComparison(1), self._followed)  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def test_what_is_forgotten_is_told_with_the_next_step(two: Two):
     assert two.told == []
     for number in (1, 2):
         two.leader.launch(Step(number=number, begins=(), rows=()))
-    told = [decode(command) for command in two.told]
+    told = [told for command in two.told for told in decode(command)]
     assert [type(command) for command in told] == [Step, Forget, Step]
     assert told[1] == Forget(numbers=(1,))
 

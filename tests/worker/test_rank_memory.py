@@ -42,14 +42,14 @@ def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
     other = FollowedMemory(os.dup(memory.file), 1, theirs)
     for number, piece in enumerate(PIECES):
         part, grown = memory.grow(100_000)
-        told = decode(encode(grown))
+        told = decode(encode([grown]))[0]
         assert isinstance(told, Grow)
         other.grow(told)
         size = parcels.size(piece)
         parcel_B = HostParcels().tensor(part)[64 * number : 64 * number + size]
         parcels.gather(piece, PAGES, parcel_B)
         KvChunkLayout(expected).scatter(piece, PAGES, parcel_B)
-        command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
+        command = decode(encode([memory.scatter(piece, PAGES, parcel_B)]))[0]
         assert isinstance(command, Scatter)
         assert len(command.pages) == -(-(max(piece.positions[1], piece.draft[1])) // 64) - piece.positions[0] // 64
         assert not memory.all_have(number + 1)
@@ -67,13 +67,13 @@ def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_
     other = FollowedMemory(os.dup(memory.file), 1, theirs, lambda _: book.gpu())
     for number, piece in enumerate(PIECES):  # an area for each piece, and then several pieces in one host area
         landing, exported = memory.export(chip, 100_000)
-        told = decode(encode(exported))
+        told = decode(encode([exported]))[0]
         assert isinstance(told, Export)
         other.map(told)
         parcel_B = HostParcels().tensor(landing)[64 * number : 64 * number + parcels.size(piece)]
         parcels.gather(piece, PAGES, parcel_B)
         KvChunkLayout(expected).scatter(piece, PAGES, parcel_B)
-        command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
+        command = decode(encode([memory.scatter(piece, PAGES, parcel_B)]))[0]
         assert isinstance(command, Scatter)
         assert command.exported == number
         other.scatter(command)

@@ -16,7 +16,7 @@ from tests.fakes import make_job
 
 
 def tell(trace: Trace, id: str, **delta: object) -> None:
-    trace.sending(Delta(job=JobId(id), **delta))  # type: ignore[arg-type]
+    trace.sending([Delta(job=JobId(id), **delta)])  # type: ignore[arg-type]
 
 
 def lines(path: Path) -> list[dict]:
