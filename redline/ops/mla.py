@@ -279,19 +279,30 @@ def prefill_whole(
     as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
     row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
     """
+    first, count = spans[0]
+    if len(spans) == 1 and count == _filled(count):  # no padding: at 8,192 tokens copies took a fifth of the time
+        here = slice(first, first + count)
+        keys, values = unfolded(_rows_of(plane, rows_T[here]).to(q_THX.dtype), w)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THX[here], keys, values))
+        out_THV[here] = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
+        return
     index, groups = _side_by_side(tuple(spans), rows_T.device)
-    rows = _rows_of(plane, rows_T[index]).to(q_THX.dtype)
-    w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
-    heads, rank, _ = w_uk.shape
-    latent, rope = rows[:, :rank], rows[:, rank:]
-    keys = torch.einsum("nr,hrx->nhx", latent, w_uk)
-    keys = torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1)
-    values = torch.einsum("nr,hvr->nhv", latent, w_uv)
+    keys, values = unfolded(_rows_of(plane, rows_T[index]).to(q_THX.dtype), w)
     queries = q_THX[index]
     for group in groups:
         q, k, v = (x[group.place_CS].transpose(1, 2) for x in (queries, keys, values))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # padding comes last, so is masked
         out_THV[group.token_R] = o.transpose(1, 2).flatten(0, 1)[group.real_R]
+
+
+def unfolded(rows_SW: Tensor, w: Unfolding) -> tuple[Tensor, Tensor]:
+    """Cache rows [S, R + P] -> keys [S, H, N + P] and values [S, H, V], in the rows' dtype."""
+    w_uk, w_uv = w.w_uk.dense().to(rows_SW.dtype), w.w_uv.dense().to(rows_SW.dtype)
+    heads, rank, _ = w_uk.shape
+    latent, rope = rows_SW[:, :rank], rows_SW[:, rank:]
+    keys = (latent @ w_uk.permute(1, 0, 2).flatten(1)).unflatten(1, (heads, -1))
+    values = (latent @ w_uv.flatten(0, 1).T).unflatten(1, (heads, -1))
+    return torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1), values
 
 
 class _Group(NamedTuple):
@@ -315,9 +326,8 @@ def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> t
     for number, (_, count) in enumerate(spans):
         by_size.setdefault(count.bit_length(), []).append(number)
     groups: list[_Group] = []
-    for bits, numbers in by_size.items():
-        fill = max(FILL, 1 << max(0, bits - 3))  # four padded lengths between two powers of two
-        longest = -(-max(spans[number][1] for number in numbers) // fill) * fill
+    for numbers in by_size.values():
+        longest = _filled(max(spans[number][1] for number in numbers))
         place_CS = torch.zeros(_lines(len(numbers)), longest, dtype=torch.int64)
         real: list[Tensor] = []
         for line, number in enumerate(numbers):
@@ -327,6 +337,12 @@ def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> t
         token_R = torch.cat([tokens[number] for number in numbers])
         groups.append(_Group(*(staged(x, device) for x in (place_CS, torch.cat(real), token_R))))
     return staged(torch.cat(tokens), device), groups
+
+
+def _filled(count: int) -> int:
+    """`count` rounded up to one of four padded lengths between two powers of two, or to a multiple of FILL."""
+    fill = max(FILL, 1 << max(0, count.bit_length() - 3))
+    return -(-count // fill) * fill
 
 
 def _lines(count: int) -> int:

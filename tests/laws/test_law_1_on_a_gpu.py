@@ -16,7 +16,11 @@ from torch import Tensor
 
 from redline.kernels.all import HOPPER
 from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
+from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
+from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
+from redline.messages.job import PAGE_TOKENS
+from redline.ops.formats import Plain
 from redline.ops.op import Case, Op, limit_of
 from tests.seeds import fresh_seed
 
@@ -159,3 +163,33 @@ UNDEFINED = {
     "project_a": _project_a,
     "attend": _attend,
 }
+
+
+@dataclasses.dataclass
+class Unfolds:
+    w_uk: Plain
+    w_uv: Plain
+
+
+def test_attention_of_chunks_behind_prefixes_is_the_reference() -> None:
+    """Chunks with as many tokens before them are computed together. The reference: one by one, on a CPU, in float32."""
+    g, heads, nope, rope, rank, value, pages = torch.Generator().manual_seed(fresh_seed()), 4, 128, 64, 512, 128, 12
+    sizes = [(64, 100), (64, 7), (640, 90), (64, 256), (65, 40), (64, 1), (64, 30), (65, 33), (64, 64)]
+    plane = torch.randn(pages * len(sizes), PAGE_TOKENS, rank + rope, generator=g).to(torch.bfloat16)
+    tables = torch.randperm(pages * len(sizes), generator=g).to(torch.int32).view(-1, pages)
+    chunks, rows, first = [], [], 0
+    for slot, (start, count) in enumerate(sizes):
+        position = torch.arange(start, start + count)
+        rows.append(tables[slot, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS)
+        chunks.append(Chunk(first, count, start, slot))
+        first += count
+    q = torch.randn(first, heads, nope + rope, generator=g).to(torch.bfloat16)
+    w_uk, w_uv = (torch.randn(heads, *of, generator=g) * rank**-0.5 for of in ((rank, nope), (value, rank)))
+    w = Unfolds(Plain(w_uk.to(torch.bfloat16)), Plain(w_uv.to(torch.bfloat16)))
+    want, got = torch.empty(first, heads, value), torch.full((first, heads, value), torch.nan, device="cuda")
+    given = torch.cat(rows), tables, plane
+    attend_chunks(q.float(), w, 0.07, chunks, given[0], tables, plane.float(), want)
+    got = got.to(torch.bfloat16)
+    attend_chunks(q.cuda(), on_gpu(w), 0.07, chunks, *on_gpu(given), got)
+    errors = (got.cpu().float() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < 3e-2
