@@ -24,9 +24,9 @@ import torch
 
 from redline.errors import RankLost, WorkerLost
 from redline.kernels.group import START_S, STEP_S, barrier
-from redline.messages.job import Grammar
+from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling
 from redline.messages.media import ImageData
-from redline.messages.step import CapturedShapes, Step, StepResult
+from redline.messages.step import Begin, CapturedShapes, Row, Step, StepResult
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import SlotDrafters
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 T = TypeVar("T")
+FIRST_PROMPT = 9 * PAGE_TOKENS, 24  # tokens of its chunks: matmuls of the library and of our kernels, a prefix, a part
 
 _log = logging.getLogger(__name__)
 
@@ -267,12 +268,33 @@ class Runner:
         with torch.inference_mode():
             try:
                 captured.record()
+                if self.model.device.type == "cuda":
+                    self._run_first_prompt(captured)
             except BaseException as error:
                 self._recorded.set_exception(error)
                 return
             self._recorded.set_result(None)
             while (work := self._work.get()) is not None:
                 work()
+
+    def _run_first_prompt(self, captured: CudaGraphRunner) -> None:
+        """Runs a prompt in two chunks, of which nothing is kept: libraries load kernels at their first call, for which
+        a client would wait. The pages are not allocated yet, and are written again before they are read.
+        """
+        most = min(self.slots.tokens.shape[1] - 1, PAGE_TOKENS * self.kv.pages)
+        counts = FIRST_PROMPT if sum(FIRST_PROMPT) <= most else (most,)
+        tokens, drafting = (0,) * sum(counts), self.drafter is not None
+        begins = (Begin(0, tokens, len(tokens), (), Sampling(max_tokens=1, temperature=0), len(tokens) + 1, drafting),)
+        start = 0
+        for count in counts:
+            first, end = (-(-place // PAGE_TOKENS) for place in (start, start + count))
+            pages = tuple(PageId(page) for page in range(first, end))
+            row = Row(0, start, count, drafting=drafting, new_pages=pages, samples=start + count == len(tokens))
+            self._launch(Step(number=0, begins=begins, rows=(row,)), captured, None)()
+            begins, start = (), start + count
+        captured.catch_up()
+        self.slots.empty(0)
+        self.chunks = 0
 
     def _start(self, step: Step, captured: CudaGraphRunner, marks: LayerMarks | None) -> WaitForStep:
         """Launches the step's decode rows, then its prompts, and waits for neither unless a row needs the host."""

@@ -27,7 +27,6 @@ _OFFSETS = "#define __builtin_offsetof(type, field) __INTADDR__(&((type*)0)->fie
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_compiling = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
@@ -77,22 +76,30 @@ class Function:
         self._name = name
         self._options = tuple(options)
         self._shared = shared
+        self._code: bytes | None = None  # compiled, not loaded yet
         self._handle = ctypes.c_void_p()
         self._lock = threading.Lock()
         self._attribute = _Attribute(id=_STREAM_SERIALIZATION, value=1)
 
+    def compile(self) -> None:
+        """Compiles the code, or reads it from the cache; any thread may call it. Raises CudaError with the compiler's
+        message."""
+        with self._lock:
+            if not self._handle and self._code is None:
+                self._code = machine_code(self._source, self._options, self._check)
+
     def load(self) -> None:
-        """Loads the code, from the cache or newly compiled. Raises CudaError with the compiler's message."""
+        """Loads the code on the current device. Raises CudaError, such as the compiler's message."""
+        self.compile()
         with self._lock:
             if self._handle:
                 return
-            code = machine_code(self._source, self._options, self._check)
             torch.cuda.current_stream()  # creates the context
             module, handle, cuda = ctypes.c_void_p(), ctypes.c_void_p(), _cuda()
-            _check(cuda.cuModuleLoadData(ctypes.byref(module), code))
+            _check(cuda.cuModuleLoadData(ctypes.byref(module), self._code))
             _check(cuda.cuModuleGetFunction(ctypes.byref(handle), module, self._name.encode()))
             _check(cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, self._shared))
-            self._handle = handle
+            self._handle, self._code = handle, None
 
     def launch(
         self, arguments: ctypes.Structure, grid: tuple[int, int], threads: int, shared: int, *, overlap: bool

@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 # source, name, options, arguments, grid, threads per block, bytes of shared memory per block
 Launch = Callable[[Path, str, Sequence[str], ArgumentStruct, tuple[int, int], int, int], None]
 _emulating = threading.local()
+_compiling = threading.local()
 # Limits of a Hopper multiprocessor, from CUDA's programming guide for compute capability 9.0.
 SM_THREADS, SM_BLOCKS, SM_SHARED, BLOCK_SHARED = 2048, 32, 228 << 10, 1 << 10
 
@@ -85,6 +86,8 @@ class CudaKernel:
         if emulating():
             launch: Launch = _emulating.launch
             launch(self.path, self.name, self.options, arguments, (grid, grid_y), self.threads, self.shared)
+        elif (compile_later := getattr(_compiling, "submit", None)) is not None:
+            compile_later(self._function)
         else:
             self._function.launch(arguments, (grid, grid_y), self.threads, self.shared, overlap=overlap)
 
@@ -122,6 +125,16 @@ def launched_by(launch: Launch) -> Generator[None]:
         yield
     finally:
         _emulating.launch = None
+
+
+@contextlib.contextmanager
+def compiled_by(submit: Callable[[driver.Function], object]) -> Generator[None]:
+    """Context manager: this thread launches nothing; each function that it would launch is passed to `submit`."""
+    _compiling.submit = submit
+    try:
+        yield
+    finally:
+        _compiling.submit = None
 
 
 def emulating() -> bool:

@@ -3,6 +3,7 @@
 Same model and interface as `redline.model.k2.cpu.K2`. The residual stream is float32; inputs of matmuls are bf16.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,6 +62,16 @@ class GpuK2(K2):
         """True: a decode step of up to MOST_DECODED tokens needs nothing from the host, as CUDA graphs require."""
         return True
 
+    def excerpt(self) -> "GpuK2":
+        """A model with the first layer of each kind: it launches the same kernels as the whole model."""
+        excerpt, kinds = copy.copy(self), {block.experts is None: block for block in reversed(self.gpu_blocks)}
+        excerpt.gpu_blocks = list(kinds.values())
+        return excerpt
+
+    def rehearse_prompt(self, inputs: Inputs, planes: Tensor) -> None:
+        """Launches the kernels of a step of as many prompt tokens; the results are not used."""
+        self._prefill(inputs, planes, _Features(inputs.count, (), self))
+
     def forward(
         self,
         inputs: Inputs,
@@ -100,7 +111,11 @@ class GpuK2(K2):
         return norm_rows(stream.residual_TD, None, self.norm, self.config.rms_norm_eps)[1]
 
     def _prefill(
-        self, inputs: Inputs, planes: Tensor, features: "_Features", launched: Callable[[int], object] | None
+        self,
+        inputs: Inputs,
+        planes: Tensor,
+        features: "_Features",
+        launched: Callable[[int], object] | None = None,
     ) -> Tensor:
         def embedded(rows: slice) -> Tensor:
             return self.embedding_VD[inputs.ids_T[rows]].float()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from redline import clock
+from redline.kernels.hopper.compile_ahead import compile_ahead
 from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.adjust import IN_PROMPT, MOST_BIASES, MOST_STOPS
 from redline.kernels.hopper.step.step_rows import (
@@ -62,6 +63,7 @@ from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import NO_CHOICE, DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph_recorder import Piece, Recorder
+from redline.run.graphs.rehearsal import pieces
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
 from redline.run.sampling.on_host import has_penalties, is_greedy, is_narrowed, odds_of, penalties_of
@@ -276,12 +278,15 @@ class CudaGraphRunner:
         self._left = deque(wanted[FIRST_SHAPES:])
 
     def record(self) -> None:
-        """Captures the first shapes; `record_more` captures the others. A shape that cannot be captured is logged, and
-        no step replays it.
+        """Compiles the kernels of all shapes and captures the first ones; `record_more` captures the others. A shape
+        that cannot be captured is logged, and no step replays it.
 
         Raises errors of the device and, with several tensor parallel ranks, any error of a capture: all ranks must have
         the same shapes.
         """
+        device = self._shared.plan.device
+        if device.type == "cuda" and self._first:
+            compile_ahead(pieces(self._shared, [*self._first, *self._left]), device)
         began = clock.perf_counter()
         for shape in self._first:
             made = self._record(shape)

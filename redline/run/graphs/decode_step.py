@@ -18,6 +18,7 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best
 from redline.kernels.hopper.step.adjust import LogitAdjustments, adjust, count_tokens
+from redline.kernels.hopper.step.best import counters
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.step_rows import (
@@ -124,6 +125,7 @@ class SharedState:
             )
             self.fed = torch.zeros(MOST_ROWS, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.frequencies = model.config.inv_freq().to(model.device)
+        counters(model.device)  # allocated before graphs are captured
         self.nobody = count - 1
         self.spare_page = kv.pages
         slots.tables[self.nobody].fill_(self.spare_page)
@@ -146,6 +148,11 @@ class DecodeStep:
         self._ids_T: Tensor | None = None
         self._logits_TV: Tensor | None = None
         self._slots_B: Tensor | None = None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a drafter follows the step's rows."""
+        return self._shared.drafter is not None
 
     def forward(self) -> None:
         """Computes the logits of every position from the plan."""

@@ -48,8 +48,9 @@ class RouterChoice:
 def notes_of(experts: int, device: torch.device) -> Tensor:
     """int32, in the state that `gates` expects and restores: _NOTES zeros, then minus zeros in place of partial logits.
 
-    Note READY is `Pairs.ready`.
+    Note READY is `Pairs.ready`. Also allocates the device's counter, which a graph's capture must not do.
     """
+    _done(device)
     parts = torch.full((_K_GROUPS * _GATED_TOKENS * padded(experts, TILE_N),), -0.0)
     return torch.cat([torch.zeros(_NOTES, dtype=torch.int32), parts.view(torch.int32)]).to(device)
 
@@ -181,12 +182,12 @@ def room_of(tokens: int) -> int:
 @functools.cache
 def _done(device: torch.device) -> Tensor:
     """The counter of blocks, int32 [1], zero between launches; only one launch may run on a device at a time."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "must run once before graph capture"
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`notes_of` comes before captures"
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
-    """The reference's result, without the host. The first call on a device allocates its counter."""
+    """The reference's result, without the host."""
     logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
     pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)

@@ -23,14 +23,15 @@ def _kernel(width: int) -> CudaKernel:
 
 
 @functools.cache
-def _done(device: torch.device) -> Tensor:
-    """The rows' counters, int32 [512], zero between launches; only one launch may run on a device at a time."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run `best` once before graph capture"
+def counters(device: torch.device) -> Tensor:
+    """The rows' counters, int32 [512], zero between launches; only one launch may run on a device at a time. The first
+    call allocates them, and must not be part of a graph's capture."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`counters` comes before captures"
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
-    """The reference's result. The first call on a device allocates the counters; later calls can be captured."""
+    """The reference's result."""
     logits_RV = args.logits_RV
     assert logits_RV.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
     (rows, vocabulary), step, device = logits_RV.shape, logits_RV.stride(0), logits_RV.device
@@ -42,7 +43,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
     given = _Launch(
         logits=logits_RV.data_ptr(),  # rows may be strided
         found=found,
-        done=_done(device),
+        done=counters(device),
         ids=ids,
         finite=finite,
         vocabulary=vocabulary,

@@ -5,6 +5,9 @@
 A program computes some outputs of up to 128 tokens, float32 [BLOCK_N, BLOCK_T], and their epilogue: division by the
 rms, rotation, SwiGLU or the addition of the residual. The epilogue's inputs are requested before the weights stream,
 and the first weights before the preceding kernel has ended (`linear.begin`).
+
+Arguments that depend on the number of tokens are not specialised: Triton would compile a kernel again for one token and
+for multiples of 16, and the first prompt of such a length would wait for seconds.
 """
 
 import torch
@@ -23,7 +26,7 @@ _AT_ONCE = tl.constexpr(32)  # parts of squares that a program loads at a time
 @triton.jit
 def _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS: tl.constexpr, BLOCK_T: tl.constexpr):
     """1 / rms of each token. squares float32 [parts, stride]; PARTS is at least `parts`."""
-    sum_PT = tl.zeros((_AT_ONCE, BLOCK_T), tl.float32)
+    sum_PT, stride = tl.zeros((_AT_ONCE, BLOCK_T), tl.float32), tl.multiple_of(stride, 8)
     for first in tl.static_range(0, PARTS, _AT_ONCE):
         part = first + tl.arange(0, _AT_ONCE)
         inside = (part < parts)[:, None] & (t < tokens)[None, :]
@@ -31,7 +34,7 @@ def _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS: tl.constexpr, B
     return tl.rsqrt(tl.sum(sum_PT, 0) / inputs + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts", "stride"])
 def _project_a(
     x, weight, squares, gamma, q, squares_out, kv, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, outputs, rank_q, q_stride,
@@ -100,7 +103,7 @@ def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE:
     tl.store(place + RANK + 2 * p + 1, odd.to(plane.dtype.element_ty), mask=pair)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts", "stride", "blocks"])
 def _project_q(
     x, weight, squares, kv, gamma, cos, sin, rows_T, plane, q, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, outputs, blocks, page_stride,
@@ -162,7 +165,7 @@ def project_q(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _project_out(
     x, weight, residual, routed, gamma, residual_out, x_out, squares_out, tokens, rows, last, x_stride,
     outputs, out_stride,
@@ -202,7 +205,7 @@ def project_out(
     return residual, x, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _partial_out(
     x, weight, out, tokens, rows, last, x_stride, outputs,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -223,7 +226,7 @@ def partial_out(y: Tensor, w: Tiled | Slabs) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts", "stride"])
 def _gates(
     x, weight, squares, logits, h, rstd, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, experts, router_rows, h_stride,

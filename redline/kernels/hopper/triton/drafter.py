@@ -29,7 +29,7 @@ def norm_states(features_TF: Tensor, norms_SD: Tensor, eps: float) -> Tensor:
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _join_rows(ids, table, input_norm, feature, hidden_norm, finished, x, residual, T, D, X, eps,
                NORMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The first T programs compute rows of x, the others the residual of a finished row."""

@@ -47,7 +47,7 @@ def keep_rows(kv_TR: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Te
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "splits", "first_key"])
 def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_width, page_stride, scale, skip, splits,
             first_key, PAGE: tl.constexpr, ROW_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
             ROWS: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):  # fmt: skip
@@ -100,7 +100,7 @@ def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_
     tl.store(lse + part, tl.where(none, -float("inf"), most + tl.log(tl.where(none, 1.0, mass))), mask=m < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(out, lse, y, splits, heads, y_stride, X: tl.constexpr, BLOCK_X: tl.constexpr, SPLITS: tl.constexpr):
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, x = tl.arange(0, SPLITS), tl.arange(0, BLOCK_X)

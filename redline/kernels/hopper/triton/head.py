@@ -12,7 +12,7 @@ from redline.kernels.hopper.layouts.tiled import TILE_K_8, TILE_N, Tiled8
 BLOCK_K = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _head_8(x, weight, scales, y, tokens, outputs, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """A program computes BLOCK_N outputs of BLOCK_T tokens. x bf16 [T, K], K as stored."""

@@ -96,7 +96,7 @@ def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl
         return tl.sum(sum_SNT, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl.constexpr, LINES: tl.constexpr,
             SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
             SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
