@@ -18,16 +18,18 @@ from redline.folder import check_drafter
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import why_not
 from redline.kernels.rates import WORKING_SET_BYTES
+from redline.media.rules import ImageRules
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import KIMI_K26
+from redline.model.vision.load import vision_config
 from redline.progress import Working
 from redline.quant.quantize import plan
 from redline.quant.settings import QuantizeConfig
 from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Layout, MemorySizes, fit
 from redline.worker.config import EngineConfig
-from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
+from redline.worker.engine import IMAGE_TOKENS, KV_DTYPES, free_memory, pick_device, sizes_of, vision_bytes
 from redline.worker.transfer_paths import aside
 
 
@@ -62,7 +64,8 @@ def doctor(folder: Path | None, console: Console) -> int:
         free, total = torch.cuda.mem_get_info(device)
         say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
         reason = why_not()
-        say(f"GPU kernels      {f'none: {reason}; the reference path is used' if reason else 'compiled at first use'}")
+        kernels = f"none: {reason}; the reference path is used" if reason else "compiled at the first start"
+        say(f"GPU kernels      {kernels}")
     else:
         say("GPU              none found by torch")
     say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
@@ -80,7 +83,7 @@ def doctor(folder: Path | None, console: Console) -> int:
     if found.layout is None:
         say(f"does not fit     {found.why_not}")
     else:
-        for line in _memory(found.sizes, found.free, found.layout):
+        for line in _memory(found.sizes, found.free, found.images, found.layout):
             say(line)
     if found.floor is not None:
         say(found.floor.line)
@@ -129,14 +132,15 @@ class _Floor(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """How a folder's model fits this machine. free: bytes of free device memory. layout: None if the model does not
-    fit; `why_not` is then the reason."""
+    """How a folder's model fits this machine. free: bytes of free device memory. images: bytes for reading images.
+    layout: None if the model does not fit; `why_not` is then the reason."""
 
     folder: Path
     config: K2Config
     files: _Files
     sizes: MemorySizes
     free: int
+    images: int
     layout: Layout | None
     why_not: str
     floor: _Floor | None
@@ -144,14 +148,16 @@ class _Found(NamedTuple):
 
 def _found(folder: Path, config: K2Config, device: torch.device) -> _Found:
     free = free_memory(device)
-    sizes = sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"], free)
+    tower = None if ImageRules.of_model(folder) is None else vision_config(folder, config.hidden_size)
+    images = 0 if tower is None else vision_bytes(tower, device)
+    sizes = sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"], free - images)
     layout, why_not = None, ""
     try:
-        layout = fit(sizes, free, alone=True)
+        layout = fit(sizes, free - images, alone=True)
     except ConfigError as error:
         why_not = str(error)
-    floor = _floor(config, device) if sizes.left(free, 1) > 0 else None
-    return _Found(folder, config, _files(folder), sizes, free, layout, why_not, floor)
+    floor = _floor(config, device) if sizes.left(free - images, 1) > 0 else None
+    return _Found(folder, config, _files(folder), sizes, free, images, layout, why_not, floor)
 
 
 def _verdict(found: _Found) -> Iterator[str]:
@@ -189,9 +195,9 @@ def _drafter(found: _Found) -> tuple[str, list[str]]:
     return f" --draft {shlex.quote(str(beside))}", [about]
 
 
-def _memory(sizes: MemorySizes, free: int, layout: Layout) -> list[str]:
-    """The memory of a server without flags, computed by the server's own code."""
-    needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
+def _memory(sizes: MemorySizes, free: int, images: int, layout: Layout) -> list[str]:
+    """The memory of a server without flags, computed by the server's own code. images: as in `_Found`."""
+    needs, left = sizes.needs(layout.max_model_len), sizes.left(free - images, layout.max_model_len)
     lines = needs.explain()[1:]  # without the weights, which are listed above
     if sizes.gpu_kernels:
         lines.extend(sizes.recorded_steps(layout.max_model_len).explain())
@@ -199,7 +205,11 @@ def _memory(sizes: MemorySizes, free: int, layout: Layout) -> list[str]:
         lines.append(
             f"handoff          {handoffs / 1e9:.2f} GB more if [[workers]] have roles, not included in the sum"
         )
-    lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
+    if images:
+        parts = f"the vision tower, embeddings of {IMAGE_TOKENS:,} tokens, activations"
+        lines.append(f"images           {images / 1e9:.2f} GB: {parts}")
+    whole = needs.whole + images
+    lines.append(f"memory           {free / 1e9:.2f} GB free - {whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
     share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and at least enough for one job"
     if sizes.gpu_kernels:
         most = f"at most {KV_PAGES_ALONE:,} pages"

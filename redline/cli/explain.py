@@ -60,6 +60,8 @@ def _lines(job: dict[str, Any]) -> list[str]:
     found: list[str] = []
     if (brought := job["brought"]) is not None:
         found.append(_of_tiers(brought))
+    if (images := job["images"]) is not None:
+        found.append(_of_images(images))
     pauses = list(zip(job["paused"], [*job["paused"], None][1:], strict=True))
     early = [each for each in pauses if not each[0]["after_tokens"]]  # during prefill
     found += [_of_pause(*each, job["tokens"]) for each in early]
@@ -95,6 +97,15 @@ def _of_tiers(brought: dict[str, Any]) -> str:
     compute = brought["compute_expected_s"]
     instead = "" if compute is None else f"; computing them was expected to take {compute:.3f}"
     return f"read {tokens} in {brought['read_s']:.3f} s, expected {brought['read_expected_s']:.3f}{instead}"
+
+
+def _of_images(images: dict[str, Any]) -> str:
+    count, cached = images["images"], images["cached"]
+    line = f"{count} image{'s' * (count > 1)} of {images['tokens']:,} tokens"
+    if cached == count:
+        return f"{line}, encoded for an earlier request"
+    of_cached = f"; {cached} encoded for an earlier request" if cached else ""
+    return f"{line}, encoded in {images['encode_s']:.3f} s{of_cached}"
 
 
 def _of_pause(paused: dict[str, Any], following: dict[str, Any] | None, tokens: int) -> str:

@@ -45,6 +45,15 @@ class Brought(Record, frozen=True, tag=True):
     compute_s: float | None  # predicted time to compute these tokens instead; None: no prediction
 
 
+class Encoded(Record, frozen=True, tag=True):
+    """The images of a job's prompt, without those that the prefix cache covers (`scheduler/features.py`)."""
+
+    images: int
+    tokens: int  # prompt positions of the images
+    cached: int  # of the images: those encoded before, for an earlier request
+    encode_s: float  # time of the vision encoder for the others
+
+
 class Drafted(Record, frozen=True, tag=True):
     """Sums over some of the steps that verified draft tokens of a job and had no prompt tokens."""
 
@@ -54,7 +63,7 @@ class Drafted(Record, frozen=True, tag=True):
     without_s: float  # predicted duration without speculative decoding
 
 
-Note = Preempted | Resumed | Brought | Drafted
+Note = Preempted | Resumed | Brought | Encoded | Drafted
 """Why a job's tokens came when they did; shown in its trace."""
 
 

@@ -8,7 +8,7 @@ settled ones. The difference is in the steps in flight. Draft tokens in flight a
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from redline.messages.delta import Brought, Finish, Note
+from redline.messages.delta import Brought, Encoded, Finish, Note
 from redline.messages.job import PAGE_TOKENS, Job, PageHash, PageId
 from redline.scheduler.notes import Pause, Rounds
 
@@ -38,6 +38,7 @@ class ActiveJob:
         "computed",
         "counted",
         "drafting",
+        "encoded",
         "entry",
         "exact",
         "finish",
@@ -120,6 +121,7 @@ class ActiveJob:
         self.lends = False  # prefill for another worker: its pages are lent when it ends
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
         self.brought: Brought | None = None  # pages from an offload tier, until the note is sent
+        self.encoded: Encoded | None = None  # its images, until the note is sent
         self.pause: Pause | None = None  # the current preemption, until the note of its end is sent
         self.rounds: Rounds | None = None  # timed steps with draft tokens of this job
 
@@ -164,12 +166,15 @@ class ActiveJob:
 
     def noted(self, tokens: Sequence[int], finish: Finish | None) -> tuple[Note, ...]:
         """The notes to send with a delta that has these tokens, or this finish."""
-        if self.brought is None and self.pause is None and self.rounds is None:  # the usual case
+        if self.brought is None and self.encoded is None and self.pause is None and self.rounds is None:  # usually
             return ()
         notes: list[Note] = []
         if self.brought is not None and (tokens or finish):
             notes.append(self.brought)
             self.brought = None
+        if self.encoded is not None and (tokens or finish):
+            notes.append(self.encoded)
+            self.encoded = None
         if self.pause is not None and tokens:
             notes.append(self.pause.resumed())
             self.pause = None

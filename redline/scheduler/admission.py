@@ -107,6 +107,8 @@ class Admission:
             job.pause.ends(job.planned)
         if not job.counted:
             job.counted = True
+            if self._table.features is not None:
+                job.encoded = self._table.features.encoded_for(job)
             self._counters.prompt_tokens += job.prompt
             self._counters.prompt_tokens_cached += job.planned
         return Begin(

@@ -9,6 +9,7 @@ cover are encoded, so a second question about the same image costs only its text
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from redline.messages.delta import Encoded
 from redline.messages.job import JobId, MediaSpan
 from redline.messages.media import ImageData, ImageWanted
 from redline.messages.step import Encode, Features, Step, StepResult
@@ -19,11 +20,14 @@ _LEARN = 0.3  # weight of the newest measured rate
 
 
 class _Image:
-    """An image in the table. blocks: of the encoder, that are launched for it. settled: those that have run."""
+    """An image in the table. asker: the job that it is encoded for. blocks: of the encoder, that are launched for it.
+    settled: those that have run."""
 
-    def __init__(self, span: MediaSpan, rows: tuple[int, ...]) -> None:
+    def __init__(self, span: MediaSpan, rows: tuple[int, ...], asker: JobId) -> None:
         self.span = span
         self.rows = rows
+        self.asker = asker
+        self.encode_s = 0.0
         self.users: set[JobId] = set()
         self.arrived = False  # its pixels are on the device
         self.blocks = self.settled = 0
@@ -71,7 +75,8 @@ class FeatureCache:
         for hash, span in needed.items():
             image = self._images.get(hash)
             if image is None:
-                image = self._images[hash] = _Image(span, tuple(self._free.pop() for _ in range(span.tokens)))
+                rows = tuple(self._free.pop() for _ in range(span.tokens))
+                image = self._images[hash] = _Image(span, rows, job.job.id)
                 self._wanted.append(ImageWanted(job=job.job.id, hash=hash))
             elif job.job.id not in image.users:
                 self.reused += 1
@@ -94,6 +99,20 @@ class FeatureCache:
             Features(start=span.start, rows=self._images[span.hash].rows)
             for span in job.job.media
             if span.hash in self._images and job.job.id in self._images[span.hash].users
+        )
+
+    def encoded_for(self, job: ActiveJob) -> Encoded | None:
+        """What encoding the images that a job has taken has cost; None if it has taken none."""
+        taken = {span.hash: self._images.get(span.hash) for span in job.job.media}
+        images = [image for image in taken.values() if image is not None and job.job.id in image.users]
+        if not images:
+            return None
+        new = [image for image in images if image.asker == job.job.id]
+        return Encoded(
+            images=len(images),
+            tokens=sum(image.span.tokens for image in images),
+            cached=len(images) - len(new),
+            encode_s=sum(image.encode_s for image in new),
         )
 
     def wanted(self) -> list[ImageWanted]:
@@ -140,6 +159,7 @@ class FeatureCache:
     def settle(self, step: Step, result: StepResult, *, failed: bool) -> None:
         """A step with `encodes` has run. If it failed, its images start again from the first block."""
         done = 0.0
+        work: list[tuple[_Image, float]] = []  # images with the operations of their blocks
         for encode in step.encodes:
             image = self._images[encode.hash]
             if failed:
@@ -149,8 +169,11 @@ class FeatureCache:
                 image.settled += encode.count
                 self.encoded += image.settled == self._blocks
             span = image.span
-            done += encode.count * self._operations(span.frames, span.rows, span.columns) / self._blocks
+            work.append((image, encode.count * self._operations(span.frames, span.rows, span.columns) / self._blocks))
+            done += work[-1][1]
         self.encode_s += result.encode_s or 0.0
+        for image, operations in work:
+            image.encode_s += (result.encode_s or 0.0) * operations / done
         if result.encode_s and done:
             rate = done / result.encode_s
             self._rate = rate if self._rate is None else (1 - _LEARN) * self._rate + _LEARN * rate

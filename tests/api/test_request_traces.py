@@ -6,9 +6,9 @@ import io
 from rich.console import Console
 
 from redline.api.telemetry.request_traces import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
-from redline.cli.explain import show
+from redline.cli.explain import _of_images, show
 from redline.messages.channel import MemoryChannel
-from redline.messages.delta import Brought, Delta, Drafted, Preempted, Resumed
+from redline.messages.delta import Brought, Delta, Drafted, Encoded, Preempted, Resumed
 from redline.messages.job import JobId
 from redline.router.latency_model import LatencyModel
 from redline.router.placement import PlacementCandidate, predict
@@ -111,6 +111,17 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
     assert told["steps_with_drafts"] == {
         "timed": 4, "step_s": 0.01, "step_expected_s": 0.009, "step_without_expected_s": 0.005,
     }  # fmt: skip
+
+
+def test_images_are_in_the_trace_and_in_the_line_that_explains_them() -> None:
+    one = RequestTrace(0, 100, 0.0)
+    assert one.told()["images"] is None
+    one.record_note(Encoded(images=2, tokens=828, cached=1, encode_s=0.0342), JobId("a"))
+    told = one.told()["images"]
+    assert told == {"images": 2, "tokens": 828, "cached": 1, "encode_s": 0.0342}
+    assert _of_images(told) == "2 images of 828 tokens, encoded in 0.034 s; 1 encoded for an earlier request"
+    assert _of_images(told | {"cached": 2}) == "2 images of 828 tokens, encoded for an earlier request"
+    assert _of_images(told | {"images": 1, "cached": 0}) == "1 image of 828 tokens, encoded in 0.034 s"
 
 
 def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:

@@ -28,6 +28,8 @@ from redline.ops.op import PeakRates
 from redline.progress import Working
 from redline.run.fit import MemorySizes, fit
 from redline.worker.config import EngineConfig, Suffix
+from redline.worker.engine import vision_bytes
+from tests.laws.test_images_change_nothing import PAD, TEXT, VISION
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
@@ -203,11 +205,21 @@ def test_doctor_reads_the_headers_of_the_shards_once(tiny: Path, monkeypatch: py
     assert opened == [tiny]
 
 
+@pytest.mark.usefixtures("machine")
+def test_doctor_counts_what_reading_images_takes(tiny: Path, tmp_path: Path):
+    seeing = tmp_path / "seeing"
+    random_checkpoint(seeing, TEXT, vision=VISION, media_token=PAD)
+    write_tiny_tokenizer(seeing)
+    said, blind = typed("doctor", seeing), typed("doctor", tiny)
+    assert f"images           {vision_bytes(VISION, torch.device('cpu')) / 1e9:.2f} GB: the vision tower" in said
+    assert "images " not in blind
+
+
 def test_doctor_prints_every_recorded_shape_with_its_memory():
     from redline.cli import doctor
 
     sizes = MemorySizes(shape("kimi-nano"), device="cuda", gpu_kernels=True, max_running=2, positions=4)
-    said = doctor._memory(sizes, 140 << 30, fit(sizes, 140 << 30, alone=True))
+    said = doctor._memory(sizes, 140 << 30, 0, fit(sizes, 140 << 30, alone=True))
     recorded = sizes.recorded_steps(65_536).explain()
     assert len(recorded) == 2 + 2 * 4 * 3
     start = said.index(recorded[0])

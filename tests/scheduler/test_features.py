@@ -2,6 +2,7 @@
 
 import pytest
 
+from redline.messages.delta import Encoded
 from redline.messages.job import JobId, MediaSpan
 from redline.messages.media import ImageData
 from redline.messages.step import Encode, Step, StepResult
@@ -64,6 +65,20 @@ def test_a_job_starts_when_its_pixels_have_come_and_all_blocks_have_run():
     (found,) = features.features(asking)
     assert (found.start, len(found.rows)) == (0, 4)
     features.check([JobId("a")])
+
+
+def test_a_jobs_note_has_the_encoders_time_for_its_own_images_and_counts_those_encoded_before():
+    features, first = cache(), job("a", span("cat"))
+    features.acquire(first, 0)
+    features.arrived(b"cat")
+    Steps(features, per_s=64.0).finish()
+    assert features.encoded_for(first) == Encoded(images=1, tokens=4, cached=0, encode_s=1.0)
+    second = job("b", span("cat"), span("dog", start=4))
+    features.acquire(second, 0)
+    features.arrived(b"dog")
+    Steps(features, per_s=32.0).finish()
+    assert features.encoded_for(second) == Encoded(images=2, tokens=8, cached=1, encode_s=2.0)
+    assert features.encoded_for(job("c", span("cat"))) is None, "it has taken none: the prefix cache covers them"
 
 
 def test_the_first_step_measures_and_the_others_fill_their_time():

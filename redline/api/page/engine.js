@@ -123,6 +123,8 @@ function show(now, loads, steps) {
     "Draft tokens accepted": share(sum("accepted_tokens"), sum("draft_tokens")),
     "KV pages in use": `${number(last.sums.used)} of ${number(last.sums.pages)}`,
   };
+  const images = sum("images_encoded");
+  if (images) numbers["Images encoded"] = `${number(images)}, ${number((1000 * sum("encode_s")) / images)} ms each`;
   $("engine-numbers").replaceChildren(
     ...Object.entries(numbers).map(([name, value]) => {
       const box = element("div");

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from redline import clock
-from redline.messages.delta import Brought, Delta, Drafted, Finish, Note, Preempted, Resumed
+from redline.messages.delta import Brought, Delta, Drafted, Encoded, Finish, Note, Preempted, Resumed
 from redline.messages.job import JobId
 from redline.router.placement import PredictedPlacement
 from redline.router.preemption_forecast import GoesOn
@@ -71,6 +71,7 @@ class RequestTrace(msgspec.Struct, gc=False):
     preemptions: int = 0
     paused: tuple[tuple[Any, ...], ...] = ()  # fields of `Paused`
     brought: tuple[Any, ...] | None = None  # fields of the latest `Brought` of a worker
+    encoded: tuple[Any, ...] | None = None  # fields of the latest `Encoded` of a worker
     drafted: tuple[Any, ...] | None = None  # fields of the latest `Drafted`
     finish: Finish | None = None
     ended_s: float | None = None
@@ -129,6 +130,8 @@ class RequestTrace(msgspec.Struct, gc=False):
                     *(note.host_tokens, note.disk_tokens, note.read_s, note.predicted_s),
                     note.compute_s,
                 )
+            case Encoded():
+                self.encoded = (note.images, note.tokens, note.cached, note.encode_s)
             case Drafted():
                 self.drafted = (note.steps, note.seconds, note.predicted_s, note.without_s)
 
@@ -140,6 +143,14 @@ class RequestTrace(msgspec.Struct, gc=False):
     def worker(self) -> str | None:
         """Name of its last worker; None: it was never sent."""
         return self.sent[-1][1] if self.sent else None
+
+    @property
+    def images(self) -> dict[str, Any] | None:
+        """The images of its prompt and the vision encoder's time; None: none was needed."""
+        if self.encoded is None:
+            return None
+        images, tokens, cached, encode_s = self.encoded
+        return {"images": images, "tokens": tokens, "cached": cached, "encode_s": _rounded(encode_s)}
 
     def told(self) -> dict[str, Any]:
         """The trace as JSON. Times are in seconds; predictions are from sending to the prompt's first token."""
@@ -176,6 +187,7 @@ class RequestTrace(msgspec.Struct, gc=False):
             "cached_tokens": self.cached_tokens,
             "tokens": self.tokens,
             "brought": _brought(self.brought),
+            "images": self.images,
             "preemptions": self.preemptions,
             "paused": [_paused(Paused(*each)) for each in self.paused],
             "drafts": {"rounds": self.rounds, "verified": self.drafts, "accepted": self.accepted},

@@ -49,6 +49,8 @@ def _of_job(job: RequestTrace, end: float) -> list[RequestStage]:
     at = job.began + sent.at_s
     ended = end if job.ended_s is None else min(end, job.began + job.ended_s)
     facts = {"choice": job.choice, "worker": job.worker, "moves": len(job.sent) - 1, "cached_tokens": job.cached_tokens}
+    if (images := job.images) is not None:
+        facts |= {"images": images["images"], "image_tokens": images["tokens"], "image_encode_s": images["encode_s"]}
     if job.first_token_s is None:
         return [RequestStage("waits for its first token", at, ended, facts)]
     first = min(ended, job.began + job.first_token_s)
