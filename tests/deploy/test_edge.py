@@ -10,8 +10,6 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from openai import OpenAI
-
 from tests.deploy.test_serve import Server, start, talk_for_ever, tiny, wait_for  # noqa: F401
 from tests.waiting import LIMIT_S
 
@@ -61,7 +59,7 @@ def test_it_drains_when_it_is_told_to_and_reads_its_keys_again(start: Start, tin
     assert asked(f"{admin[1]}/status", "k2")[0] == 401
     status = asked(f"{admin[1]}/status", "r1")[1]
     assert (status["ready"], status["keys"]["alice"]["requests"]) == (True, 2)
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="k2", max_retries=0)
+    client = server.client.with_options(api_key="k2")
     stream = client.completions.create(
         model="tiny", prompt="the", max_tokens=800, stream=True, extra_body={"ignore_eos": True}
     )

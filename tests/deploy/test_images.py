@@ -157,26 +157,30 @@ def test_tokenize_counts_an_image(server: Server):
 def test_anthropic_reads_images_also_in_tool_results(server: Server):
     from anthropic import Anthropic  # 3,000 modules, which no other test imports
 
-    client = Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture()}}
-    url = {"type": "image", "source": {"type": "url", "url": f"data:image/png;base64,{picture()}"}}
-    asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": [block, said(QUESTION)]}]}
-    answer = client.messages.create(**asked, max_tokens=4)
-    counted = client.messages.count_tokens(**asked)
-    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted.input_tokens
-    without = client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": [said(QUESTION)]}])
-    assert counted.input_tokens >= without.input_tokens + 64
-    history = [
-        {"role": "user", "content": "look"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [said("see"), url]}]},
-    ]
-    tools = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
-    found = client.messages.count_tokens(model="tiny", messages=history, tools=tools)
-    text = [*history[:2], {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "see"}]}]
-    assert (
-        found.input_tokens >= client.messages.count_tokens(model="tiny", messages=text, tools=tools).input_tokens + 64
-    )
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": picture()}}
+        url = {"type": "image", "source": {"type": "url", "url": f"data:image/png;base64,{picture()}"}}
+        asked: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": [block, said(QUESTION)]}]}
+        answer = client.messages.create(**asked, max_tokens=4)
+        counted = client.messages.count_tokens(**asked)
+        assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) == counted.input_tokens
+        without = client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": [said(QUESTION)]}])
+        assert counted.input_tokens >= without.input_tokens + 64
+        history = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [said("see"), url]}]},
+        ]
+        tools = [{"name": "look", "input_schema": {"type": "object", "properties": {}}}]
+        found = client.messages.count_tokens(model="tiny", messages=history, tools=tools)
+        text = [
+            *history[:2],
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "see"}]},
+        ]
+        assert (
+            found.input_tokens
+            >= client.messages.count_tokens(model="tiny", messages=text, tools=tools).input_tokens + 64
+        )
 
 
 def test_responses_read_images_and_remember_them(server: Server):

@@ -70,6 +70,7 @@ class Server:
             env={**os.environ, **(environment or {})},
         )
         self.said = ""
+        self._clients: list[OpenAI] = []
         self._heard = threading.Event()
         self._heard.set()
         self._listener = threading.Thread(target=self._listen)
@@ -106,7 +107,11 @@ class Server:
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        """A new client. It is closed with the server: one that is left to the garbage collector may warn of its open
+        connection in the middle of another test."""
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self._clients.append(client)
+        return client
 
     @property
     def workers(self) -> set[int]:
@@ -125,6 +130,8 @@ class Server:
     def close(self) -> None:
         """Leave no process running, even if the test failed."""
         self.let_go()
+        for client in self._clients:
+            client.close()
         if group(self.process.pid):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
