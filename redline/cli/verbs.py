@@ -12,6 +12,7 @@ from redline.cli.console import plain_console
 from redline.cli.deploy import DeploymentFlags, ManifestsFlags, manifests, serve, show_config
 from redline.cli.draft import app as draft
 from redline.cli.flags import Argument, AtLeast1, Flag, verb
+from redline.cli.kernels import app as kernels
 from redline.cli.options import ModelFolder
 from redline.cli.quantize import AuditConfig, QuantizeFlags, audit, quantize
 from redline.cli.simulate import SimulateConfig, simulate
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(draft, name="draft")
+app.add_typer(kernels, name="kernels")
 
 
 def _version(asked: bool) -> None:

@@ -28,6 +28,7 @@ from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
+from redline.kernels.hopper.chips import chip
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
@@ -443,6 +444,11 @@ def load_model(
     free = free_memory(device)
     speculation = config.speculation
     plan_of(config, device)  # raises its config errors before the weights are read
+    if device.type == "cuda" and why_not(geometry, device) is None and not chip().was_run:
+        name = torch.cuda.get_device_name(device)
+        _log.warning(
+            "Redline's kernels are compiled for a %s, but have not been run on one: see `redline verify`", name
+        )
     drafter = None
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:

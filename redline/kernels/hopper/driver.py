@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from redline.kernels.cpu import native
+from redline.kernels.hopper.chips import Chip, chip, refusal
 
 HERE = Path(__file__).parent
-HOPPER = 9  # major compute capability; only these chips have wgmma
 # NVRTC supports __builtin_offsetof from 13.4 on; before that its front end has the same builtin under another name.
 _KNOWS_OFFSETS = (13, 4)
 _OFFSETS = "#define __builtin_offsetof(type, field) __INTADDR__(&((type*)0)->field)\n"
@@ -56,14 +56,22 @@ def why_not() -> str | None:
     """The reason, in one line, why the kernels cannot run on this machine's GPU; None if they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    if major != HOPPER:
-        return f"{name} has compute capability {major}.{minor}; the CUDA kernels are for {HOPPER}.0, Hopper"
+    if (reason := refusal(torch.cuda.get_device_name(), torch.cuda.get_device_capability())) is not None:
+        return reason
     try:
         _nvrtc()
         _cuda()
     except OSError as error:
         return f"a CUDA library cannot be loaded ({error})"
+    return None
+
+
+def compiler_missing() -> str | None:
+    """Why there is no NVRTC, in one line; None if there is."""
+    try:
+        _nvrtc()
+    except OSError as error:
+        return str(error)
     return None
 
 
@@ -169,11 +177,10 @@ def copy(into: int, source: int, count: int, stream: int) -> None:
     _check(_cuda().cuMemcpyAsync(target, origin, ctypes.c_size_t(count), ctypes.c_void_p(stream)))
 
 
-def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
-    """A cubin for the current GPU, from the cache if available. check: C++ that is compiled after the source, from
-    `layout_check`."""
-    major, minor = torch.cuda.get_device_capability()
-    options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
+def machine_code(source: Path, options: Sequence[str], check: str, target: Chip | None = None) -> bytes:
+    """A cubin for a chip, by default the current one, from the cache if available. check: C++ that is compiled after
+    the source, from `layout_check`."""
+    options = [*options, f"-arch={(target or chip()).arch}", "-std=c++17", "-default-device"]
     headers = {file.name: file.read_bytes() for file in sorted((HERE / "blocks").glob("*.cuh"))}
     offsets = _OFFSETS if _nvrtc_version() < _KNOWS_OFFSETS else ""
     text = source.read_bytes() + f"\n{offsets}{check}".encode()

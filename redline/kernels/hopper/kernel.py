@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper import driver
+from redline.kernels.hopper.chips import HOPPER, chip
 from redline.kernels.record import ArgumentStruct, layout_check, record
 
 HERE = Path(__file__).parent
@@ -27,8 +28,7 @@ HERE = Path(__file__).parent
 Launch = Callable[[Path, str, Sequence[str], ArgumentStruct, tuple[int, int], int, int], None]
 _emulating = threading.local()
 _compiling = threading.local()
-# Limits of a Hopper multiprocessor, from CUDA's programming guide for compute capability 9.0.
-SM_THREADS, SM_BLOCKS, SM_SHARED, BLOCK_SHARED = 2048, 32, 228 << 10, 1 << 10
+BLOCK_SHARED = 1 << 10  # shared memory that the system keeps for each resident block
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class CudaKernel:
 
     def at_once(self, multiprocessors: int) -> int:
         """Maximum number of resident blocks on the chip, by threads and shared memory; registers are not counted."""
-        on_one = min(SM_BLOCKS, SM_THREADS // self.threads, SM_SHARED // (self.shared + BLOCK_SHARED))
-        return multiprocessors * on_one
+        has = chip()
+        return multiprocessors * min(
+            has.sm_blocks, has.sm_threads // self.threads, has.sm_shared // (self.shared + BLOCK_SHARED)
+        )
 
     @functools.cached_property
     def _function(self) -> driver.Function:
@@ -96,7 +98,7 @@ class CudaKernel:
 def _multiprocessors() -> int:
     """The number of multiprocessors of the current device; that of an H100 and an H200 if there is none."""
     if not torch.cuda.is_available():
-        return 132
+        return HOPPER.multiprocessors
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 

@@ -55,7 +55,8 @@ class _Random:
     def __init__(self, config: K2Config, device: torch.device, seed: int) -> None:
         self._config = config
         self._device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # The meta device has no generator, and no values.
+        self._generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int, spread: float | None = None) -> Tensor:
         """bf16; the default standard deviation keeps a product's output about as large as its input."""

@@ -34,11 +34,10 @@ def pieces(shared: SharedState, shapes: Sequence[Shape]) -> Iterator[Callable[[]
 
 
 def _decode(step: DecodeStep) -> None:
+    """Draws and log probabilities are left out: torch computes them."""
     step.forward()
-    for kind in SamplingKind:
-        for adjusted in (False, True):
-            step.settle(kind, adjusted=adjusted)
-    step.score()
+    for adjusted in (False, True):
+        step.settle(SamplingKind.LIKELIEST, adjusted=adjusted)
     if step.drafts:
         step.draft_all()
 

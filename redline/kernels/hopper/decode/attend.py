@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.chips import chip
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
@@ -201,7 +202,7 @@ def part_length(length: int, ranks: int) -> int:
 
 def has_warpgroups(rows: int, rank: int) -> bool:
     """Whether blocks of this many heads use attend_warpgroups.cu rather than attend.cu."""
-    return rows in WARPGROUP_ROWS and (rank <= 256 or rank % 128 == 0)
+    return chip().warpgroup_mma and rows in WARPGROUP_ROWS and (rank <= 256 or rank % 128 == 0)
 
 
 @functools.cache

@@ -182,7 +182,7 @@ def room_of(tokens: int) -> int:
 @functools.cache
 def _done(device: torch.device) -> Tensor:
     """The counter of blocks, int32 [1], zero between launches; only one launch may run on a device at a time."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`notes_of` comes before captures"
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "`notes_of` comes before captures"
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 

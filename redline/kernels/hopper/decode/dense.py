@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.chips import HOPPER, chip
 from redline.kernels.hopper.kernel import CudaKernel, emulating
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, Tiled8, padded
@@ -32,7 +33,7 @@ MOST_PARTS = 256  # maximum parts of squares that a matmul reads, so maximum blo
 RTOL = 18432 / 16 * 2**-24 * 1.5
 
 _WARPS = 16
-_ROOM = 227 << 10  # maximum shared memory of a block, in bytes
+_ROOM = HOPPER.block_shared
 _RING = {16: 1024, 8: 2048}  # bits of a weight -> offset of the ring buffer, after barriers and small sums
 _IN_FLIGHT = 192 << 10  # maximum bytes of a ring buffer; more does not read faster
 _MOST_STAGES = {16: 6, 8: 12}
@@ -197,8 +198,8 @@ def kernel_of(
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The device's number of multiprocessors; 132, an NVIDIA H200's, if there is no GPU."""
-    return 132 if emulating() or device.type != "cuda" else _multiprocessors(device)
+    """The device's number of multiprocessors; that of `chip` if there is no GPU."""
+    return chip().multiprocessors if emulating() or device.type != "cuda" else _multiprocessors(device)
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def _kernel(width: int) -> CudaKernel:
 def counters(device: torch.device) -> Tensor:
     """The rows' counters, int32 [512], zero between launches; only one launch may run on a device at a time. The first
     call allocates them, and must not be part of a graph's capture."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`counters` comes before captures"
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), "`counters` comes before captures"
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 

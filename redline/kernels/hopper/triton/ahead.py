@@ -3,27 +3,60 @@
 
 import contextlib
 import functools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from typing import Any
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from redline.kernels.hopper.chips import Chip
+
+WARP = 32  # threads
+
+
+class _Absent:
+    """In place of Triton's driver: a chip that need not be in this machine."""
+
+    def __init__(self, chip: Chip) -> None:
+        major, minor = chip.capability
+        self._target = GPUTarget("cuda", 10 * major + minor, WARP)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 @contextlib.contextmanager
-def compiled_in(pool: Executor) -> Generator[None]:
-    """Context manager: kernels that are launched are compiled in the pool instead, in the whole process. A kernel that
-    does not compile is left for its launch to report."""
-    run = JITFunction.run
+def compiled_in(pool: Executor, target: Chip | None = None) -> Generator[list[Callable[[], Any]]]:
+    """Context manager: kernels that are launched are compiled in the pool instead, in the whole process.
+
+    target: compile for this chip, and raise the compiler's errors at the end; None: for the current device, and leave a
+    kernel that does not compile for its launch to report. Yields a list, to which a call is added for each launch: it
+    returns the compiled kernel.
+    """
+    run, made = JITFunction.run, list[Callable[[], Any]]()
 
     @functools.wraps(run)
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **how)
+        kernel: Any = run(self, *args, grid=grid, warmup=True, **how)
+        made.append(lambda: kernel.result() if hasattr(kernel, "future") else kernel)
+        return kernel
 
+    active = driver._active
     JITFunction.run = compile_only
+    if target is not None:
+        driver._active = _Absent(target)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with triton.AsyncCompileMode(pool, ignore_errors=True):
-            yield
+        with triton.AsyncCompileMode(pool, ignore_errors=target is None):
+            yield made
     finally:
         JITFunction.run = run
+        driver._active = active

@@ -6,7 +6,6 @@ A kernel lets the next grid start at once, requests its first weights, which no 
 the preceding grid (`begin`). Matmuls of decode steps with their epilogues are in `dense.py`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from redline.kernels.hopper.driver import HOPPER
+from redline.kernels.hopper.chips import building
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled
 
@@ -183,7 +182,7 @@ def launch(
     k = data.shape[1] * 128 if slabs else data.shape[-3] * 32
     block_n, turns = block_rows(outputs, tokens), turns_of(k, outputs, tokens, slabs=slabs)
     early = min(k * 32, _EARLY * TILE_N // block_n) // _LINE
-    dependent = x_TK.is_cuda and _is_hopper(x_TK.device)
+    dependent = x_TK.is_cuda or building() is not None  # not in Triton's interpreter
     run: Callable[..., object] = kernel[(triton.cdiv(tokens, turns.tokens), triton.cdiv(outputs, block_n) + beside)]
     run(
         *(x_TK, data, *tensors, tokens, data.numel() // k, data.numel() - _LINE // 2, x_TK.stride(0), *numbers),
@@ -200,12 +199,6 @@ def launch(
         **sizes,
         **({"launch_pdl": True} if dependent else {}),
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Whether a kernel may start before the preceding one has ended: on Hopper and later chips."""
-    return torch.cuda.get_device_capability(device)[0] >= HOPPER
 
 
 @triton.jit
