@@ -13,7 +13,7 @@ KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.li
 FIRST = $(shell sed -n -E 's/^  ("(torch|numpy|setuptools)[<>=][^"]*").*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-all test-gpu test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
+.PHONY: help serve test test-all test-gpu test-train test-peers test-clients test-nixl test-operators test-browser test-ray test-compile check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
@@ -27,6 +27,7 @@ help:
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make test-browser  the page in a real Chromium at a served nano (wants chromium: apt-get install chromium)"
 	@echo "make test-ray  workers that Ray places on the two nodes of a cluster on loopback (installs it: 70 MB to download, once)"
+	@echo "make test-compile  every kernel of Kimi K2.6 and nano, compiled for Hopper and Blackwell without a GPU (10 minutes on two cores)"
 	@echo "make check    everything but the tests"
 	@echo "make docs     the documentation as a site, in site/index.html (installs MkDocs: a minute, once)"
 	@echo "make format   write the format, mend what the linter can"
@@ -68,6 +69,9 @@ test-train: .venv/.train
 
 test-peers: .venv/.test .venv-peers/.client
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_peers -v -rP
+
+test-compile: .venv/.test
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_compile -v -rP
 
 test-nixl: .venv/.nixl
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_nixl -v -rP

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from redline.bench.step.machines import CHIPS, Several, machine
+from redline.bench.step.machines import CHIPS, LISTED, Several, machine
 from redline.bench.step.predict import (
     FITTED,
     KV_DTYPES,
@@ -115,6 +115,9 @@ def _verdict(config: K2Config, on: Several, machines: PredictedRanks | None, fol
             f"; one stream {1e3 / step.ms:,.0f} tokens/s predicted, {1e3 / (step.floor + step.whole):,.0f} at the floor"
         )
     yield "verdict", f"fits: a KV cache of {pages}{speed}"
+    if not on.chip.served:
+        yield "but", f"our kernels: {on.chip.kernels[0]}"
+        return
     where = "FOLDER" if folder is None else shlex.quote(str(folder))
     yield "run", f"redline serve {where}" + (f" --ranks {on.count}" if on.count > 1 else "")
     yield "verify", f"redline verify {where}"
@@ -133,7 +136,7 @@ def fits(config: K2Config, on: Several) -> bool:
 def would_do(config: K2Config) -> str:
     """The smallest number of GPUs of each chip that holds the model."""
     found = (
-        next((one for ranks in RANKS if fits(config, one := Several(ranks, chip))), None) for chip in CHIPS.values()
+        next((one for ranks in RANKS if fits(config, one := Several(ranks, CHIPS[name]))), None) for name in LISTED
     )
     return ", ".join(one.name for one in found if one is not None) or "no machine known here"
 

@@ -1,8 +1,6 @@
 """The work of `redline kernels build`."""
 
 import json
-import re
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,28 +74,18 @@ def _chip(arch: str | None) -> Chip:
 
 
 def _rows(made: Sequence[Compiled]) -> list[dict[str, Any]]:
-    """A row for each kernel, with the registers and the stack of its machine code."""
+    """A row for each kernel."""
+    from redline.kernels.hopper.triton.ahead import resource_usage  # Triton is imported only on use
+
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         for number, kernel in enumerate(made):
             file = Path(folder) / f"{number}.cubin"
             file.write_bytes(kernel.cubin)
-            registers, stack = _usage(file)
+            registers, stack = resource_usage(file)
             facts = {"registers": registers, "spills": stack, "shared_memory": kernel.shared}
             rows.append({"kernel": kernel.kernel, "variant": kernel.variant, **facts})
     return rows
-
-
-def _usage(cubin: Path) -> tuple[int, int]:
-    """Registers per thread and bytes of stack, where spilled registers are, by the tool that Triton brings."""
-    from triton import knobs  # pyright: ignore[reportMissingTypeStubs]  # imported only on use
-
-    tool: str = knobs.nvidia.cuobjdump.path  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    printed = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
-    if found is None:
-        raise ConfigError(f"cuobjdump prints no resource usage: {printed[:200]!r}")
-    return int(found[1]), int(found[2])
 
 
 def _say_those(console: Console, what: str, rows: Sequence[dict[str, Any]], key: str = "shared_memory") -> None:

@@ -76,17 +76,26 @@ def test_a_rank_holds_its_part_of_a_drafter():
     assert "of which a rank holds" not in flat(said("1 x B200"))
 
 
-def test_a_b200_is_told_honestly():
-    text = flat(said("8 x B200"))
-    assert "none today: the kernels' loader requires compute capability 9.x" in text
-    assert "would not run: wgmma" in text
+@pytest.mark.parametrize("chip", ["B200", "B300", "GB200"])
+def test_a_chip_for_which_kernels_are_only_compiled_is_told_honestly(chip: str):
+    text = flat(said(f"4 x {chip}"))
+    assert "none has been run on this chip" in text
+    assert "prefill takes several times as long as it should" in text
     assert "NVFP4 is not faster than INT4" in text
-    assert "compute capability 9.x" not in said("8 x H200")
+    assert "none has been run" not in said("8 x H200")
+
+
+def test_a_chip_without_kernels_is_told_honestly():
+    text = flat(said("8 x RTX PRO 6000"))
+    assert "but our kernels: none: a block has 99 KB of shared memory and the CUDA kernels need up to 227" in text
+    assert "redline serve" not in text
 
 
 def test_what_does_not_fit_is_a_line_that_says_what_would():
     text = flat(said("4 x H200"))
-    assert re.search(r"does not fit 151\.95 GB of weights .* of 141\.00 GB; 8 x H200, 4 x B200 would do\.", text)
+    assert re.search(
+        r"does not fit 151\.95 GB of weights .* of 141\.00 GB; 8 x H200, 4 x B200, 4 x B300 would do\.", text
+    )
     assert "pages" not in text.split("What it would give")[0]
     assert "4 x B200" not in said("8 x H200")
     assert "does not fit" not in said("4 x B200")

@@ -29,6 +29,7 @@ class ChipFigures(NamedTuple):
     flops: SourcedFigure
     sms: int
     kernels: tuple[str, ...]  # lines on which of our kernels run on this chip
+    served: bool = True  # whether a server on it has kernels
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,14 @@ class Several:
 _HOPPER_LINK = SourcedFigure(
     397e9, "measured between two H200s, with all-reduces of 1 to 32 rows; NVLink 4 is published as 450 GB/s"
 )
+_BLACKWELL_LINK = SourcedFigure(2 * 397e9, "assumed, twice the H200's, as NVLink 5 is published as twice NVLink 4")
 _OURS = ("all: they are written for compute capability 9.0",)
+_COMPILED = (
+    "all that are launched on it compile (`redline kernels build`); none has been run on this chip",
+    "wgmma, which this chip lacks: attention of 64 heads has another form; the experts of a prompt are computed 256 "
+    "tokens at a time by the decode kernels, so prefill takes several times as long as it should",
+    "FP4 units are not used: NVFP4 is not faster than INT4",
+)
 CHIPS = {
     "H100": ChipFigures(
         "H100",
@@ -71,29 +79,56 @@ CHIPS = {
         "B200",
         SourcedFigure(180e9, "published, in HGX"),
         SourcedFigure(0.94 * 7.7e12, "assumed, 94% of the published 7.7 (HGX), as the H200 reads 4.50 of 4.8"),
-        SourcedFigure(2 * 397e9, "assumed, twice the H200's, as NVLink 5 is published as twice NVLink 4"),
+        _BLACKWELL_LINK,
         SourcedFigure(2.25e15, "published"),
         148,
-        (
-            "none today: the kernels' loader requires compute capability 9.x, and this chip is 10.0, so a server on it "
-            "runs the reference path; the times below assume a build for 10.0, which does not exist",
-            "would run unchanged: the mma.sync kernels and Triton's matrix products, which are a whole decode step of "
-            "1 to 32 tokens except attention over 64 heads; not tested on this chip",
-            "would not run: wgmma, which this chip lacks (attend_warpgroups.cu, prefill/grouped.cu); attend.cu "
-            "replaces the first, and a rank of 32 heads or fewer uses it anyway; the second, the experts of prefill, "
-            "has no fast replacement beyond 32 tokens",
-            "FP4 units are not used: NVFP4 is not faster than INT4",
+        _COMPILED,
+    ),
+    "GB200": ChipFigures(
+        "GB200",
+        SourcedFigure(186e9, "published"),
+        SourcedFigure(0.94 * 8e12, "assumed, 94% of the published 8, as the H200 reads 4.50 of 4.8"),
+        _BLACKWELL_LINK,
+        SourcedFigure(2.5e15, "published"),
+        148,
+        _COMPILED,
+    ),
+    "B300": ChipFigures(
+        "B300",
+        SourcedFigure(288e9, "published"),
+        SourcedFigure(0.94 * 8e12, "assumed, 94% of the published 8, as the H200 reads 4.50 of 4.8"),
+        _BLACKWELL_LINK,
+        SourcedFigure(2.25e15, "assumed, as a B200"),
+        160,
+        _COMPILED,
+    ),
+    "RTX PRO 6000": ChipFigures(
+        "RTX PRO 6000",
+        SourcedFigure(96e9, "published"),
+        SourcedFigure(0.94 * 1.792e12, "assumed, 94% of the published 1.792, as the H200 reads 4.50 of 4.8"),
+        SourcedFigure(
+            0.8 * 64e9, "assumed, 80% of PCIe 5.0 x16; our all-reduces need GPUs that map each other's memory"
         ),
+        SourcedFigure(0.5e15, "assumed, four times the published 125 TFLOP/s of float32"),
+        188,
+        (
+            "none: a block has 99 KB of shared memory and the CUDA kernels need up to 227, so a server on it runs the "
+            "reference path; the times below assume kernels that do not exist",
+        ),
+        served=False,
     ),
 }
+LISTED = "H100", "H200", "B200", "B300"  # of which the smallest number that holds a model is named
 
 
 def machine(text: str) -> Several:
     """Parses "8 x H200", "8xH200" or "H200". Raises ConfigError, with the known names, for anything else."""
-    found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(?:NVIDIA\s+)?([A-Za-z]+\d+)\s*", text, re.IGNORECASE | re.ASCII)
-    if found is None or found[2].upper() not in CHIPS or int(found[1] or 1) not in RANKS:
+    pattern = r"\s*(?:(\d{1,3})\s*[x*]\s*)?(?:NVIDIA\s+)?([A-Z]+(?:\s+PRO\s+)?\d+)\s*"
+    found = re.fullmatch(pattern, text, re.IGNORECASE | re.ASCII)
+    name = "" if found is None else " ".join(found[2].upper().split())
+    if found is None or name not in CHIPS or int(found[1] or 1) not in RANKS:
         raise ConfigError(
             f"on is {text[:40]!r}; expected {', '.join(map(str, RANKS))} GPUs of one host, as in '8 x H200'; chips: "
             f"{', '.join(CHIPS)}"
         )
-    return Several(int(found[1] or 1), CHIPS[found[2].upper()])
+    return Several(int(found[1] or 1), CHIPS[name])

@@ -202,6 +202,7 @@ def test_a_machine_is_read_however_it_is_spelled(text: str):
 
 def test_a_chip_alone_is_one():
     assert machine("B200") == Several(1, CHIPS["B200"])
+    assert machine("8 x nvidia rtx  pro 6000") == Several(8, CHIPS["RTX PRO 6000"])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.group import Group
-from redline.kernels.hopper import block
+from redline.kernels.hopper import block, chips
 from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode import choose_experts
 from redline.kernels.hopper.decode.attend import AttentionPlan
@@ -138,6 +138,18 @@ def test_drafts_whose_attention_is_together(models: tuple[K2, K2], monkeypatch: 
 @pytest.mark.parametrize("models", ["int4"], indirect=True)
 def test_rows_that_are_too_many_for_lists_of_pairs(models: tuple[K2, K2]):
     agree(models, (), tuple(range(1, 34)), (0, 1, 2) * 11)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are those of another chip")
+@pytest.mark.parametrize(("models", "chunk"), [("int4", 40), ("bf16", 34)], indirect=["models"])
+def test_on_a_chip_without_wgmma_it_is_the_model_too(
+    models: tuple[K2, K2], chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Attention of 64 heads, and experts of more tokens than lists of pairs hold, have other forms there."""
+    monkeypatch.setattr(chips, "_present", lambda: chips.CHIPS[1])
+    monkeypatch.setattr(block, "LISTED", 16)
+    assert not attention.has_warpgroups(64, 512)
+    agree(models, (Chunk(0, chunk, 0, 0),), (), ())
 
 
 @pytest.mark.parametrize("models", ["int4"], indirect=True)

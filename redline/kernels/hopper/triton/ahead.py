@@ -3,11 +3,15 @@
 
 import contextlib
 import functools
+import re
+import subprocess
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -60,3 +64,12 @@ def compiled_in(pool: Executor, target: Chip | None = None) -> Generator[list[Ca
     finally:
         JITFunction.run = run
         driver._active = active
+
+
+def resource_usage(cubin: Path) -> tuple[int, int]:
+    """Registers per thread and bytes of stack, where spilled registers are, of a file with one kernel."""
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found is not None, f"cuobjdump prints no resource usage: {printed[:200]!r}"
+    return int(found[1]), int(found[2])
