@@ -69,7 +69,8 @@ FLAGS = {
     "explain": "--url --key",
     "role": "--url --key",
     "profile": "--url --key --out",
-    "kernels build": "--shape --arch --max-running --draft-tokens --max-model-len --kv-dtype --save",
+    "kernels build": "--shape --arch --max-running --draft --draft-tokens --draft-head-bits --max-model-len --kv-dtype "
+    "--save",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",

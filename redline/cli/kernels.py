@@ -1,14 +1,14 @@
 """`redline kernels`: compiles a model's GPU kernels ahead of a server's start, for this machine's GPU or another."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from msgspec import Meta
 
 from redline.cli.console import plain_console
 from redline.cli.flags import Argument, AtLeast1, Flag, verb
-from redline.folder import check_model
+from redline.folder import check_drafter, check_model
 from redline.messages.base import Record
 
 app = typer.Typer(
@@ -36,7 +36,11 @@ class BuildFlags(Record, frozen=True):
         Meta(description="The GPU's architecture: sm_90a, sm_100a, sm_103a or sm_120a. Default: this machine's GPU."),
     ] = None
     max_running: Annotated[AtLeast1, Meta(description="As in `serve`.")] = 64
-    draft_tokens: Annotated[int, Meta(ge=0, le=15, description="As in `serve`; the drafter's own are left out.")] = 3
+    draft: Annotated[
+        Path | None, Meta(description="The drafter's folder; config.json is enough."), Flag(check=check_drafter)
+    ] = None
+    draft_tokens: Annotated[int, Meta(ge=0, le=15, description="As in `serve`.")] = 3
+    draft_head_bits: Annotated[Literal[16, 8], Meta(description="As in `serve`.")] = 16
     max_model_len: Annotated[AtLeast1 | None, Meta(description="As in `serve`. Default: the model's longest.")] = None
     kv_dtype: Annotated[str, Meta(description="As in `serve`."), Flag(metavar="bf16|fp8")] = "bf16"
     save: Annotated[

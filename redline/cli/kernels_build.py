@@ -19,6 +19,7 @@ from redline.kernels.hopper import driver
 from redline.kernels.hopper.chips import CHIPS, Chip
 from redline.kernels.hopper.compile_ahead import Compiled, compile_for
 from redline.kernels.hopper.kernel import why_not
+from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
 from redline.progress import Working
@@ -40,8 +41,13 @@ def run(flags: BuildFlags, console: Console) -> int:
         raise ConfigError(f"{reason}; a CUDA build of torch brings it, or `pip install nvidia-cuda-nvrtc`")
     length = flags.max_model_len or config.max_position_embeddings
     began = clock.monotonic()
+    drafter = None
+    if flags.draft is not None:
+        drafter = Eagle3Config.from_folder(flags.draft, config)
+        drafter.check(config, str(flags.draft / "config.json"))
+    positions = 1 + flags.draft_tokens
     with Working(f"compiling for {target.arch}") as working, torch.inference_mode():
-        pieces = pieces_of(config, flags.max_running, 1 + flags.draft_tokens, length, dtype)
+        pieces = pieces_of(config, flags.max_running, positions, length, dtype, drafter, flags.draft_head_bits)
         made = compile_for(target, pieces, lambda made, whole: working.show(made, whole))
     say(console, f"{len(made)} kernels for {target.arch} ({target.products}) in {clock.monotonic() - began:.0f} s")
     rows = _rows(made)

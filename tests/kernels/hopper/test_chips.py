@@ -9,9 +9,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from redline.kernels.hopper import chips, driver
 from redline.kernels.hopper.chips import CHIPS, HOPPER, built_for, chip, refusal
 from redline.kernels.hopper.kernel import launched_by
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
 from redline.run.graphs.absent import pieces_of
 
+NANO = Path(__file__).parents[3] / "models" / "kimi-nano"
 BY_ARCH = {each.arch: each for each in CHIPS}
 
 
@@ -44,7 +47,9 @@ def test_without_a_gpu_kernels_are_a_hoppers_unless_they_are_built_for_another()
     assert chip() == HOPPER
 
 
-def launched(model: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], int]:
+def launched(
+    model: str, arch: str, monkeypatch: pytest.MonkeyPatch, drafter: Eagle3Config | None = None
+) -> dict[tuple[str, str], int]:
     """The CUDA C++ kernels that a server of this model would launch: source and macros -> bytes of shared memory."""
     found: dict[tuple[str, str], int] = {}
 
@@ -53,7 +58,7 @@ def launched(model: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> dict[tup
 
     monkeypatch.setattr(InterpretedFunction, "run", lambda *_, **__: None)
     with built_for(BY_ARCH[arch]), launched_by(record), torch.inference_mode():
-        for piece in pieces_of(shape(model), 16, 4, 8192, torch.bfloat16):
+        for piece in pieces_of(shape(model), 16, 4, 8192, torch.bfloat16, drafter, 8):
             piece()
     return found
 
@@ -72,6 +77,13 @@ def test_a_chip_without_wgmma_launches_no_kernel_that_has_it(model: str, monkeyp
     assert not warpgroups(blackwell)
     assert len(blackwell) > 30
     assert max(blackwell.values()) <= BY_ARCH["sm_100a"].block_shared
+
+
+def test_with_a_drafter_its_kernels_are_launched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Eagle3Config.from_folder(NANO.with_name("kimi-nano-eagle3"), K2Config.from_folder(NANO))
+    with_it, without = (launched("kimi-nano", "sm_90a", monkeypatch, each) for each in (drafter, None))
+    assert without.keys() < with_it.keys()
+    assert {source for source, _ in with_it} - {source for source, _ in without} == {"keep_drafts.cu", "read_rows.cu"}
 
 
 def test_the_cache_has_a_place_for_each_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
