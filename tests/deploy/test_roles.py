@@ -152,17 +152,21 @@ def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
     """
     with three.client as client, streamed(client, 7, LONG) as stream:
         tokens, found = first_tokens(stream, 50), None
+
+        def read_on() -> None:  # if the client read nothing, its job would be paused
+            more = first_tokens(stream, 10)
+            assert more, "the answer ended before its worker changed its role"
+            tokens.extend(more)
+
         while found is None:
-            wait_for(lambda: writing(three), three)
-            name = writing(three)[0]
+            while not (names := writing(three)):
+                read_on()
+            (name, *_), turning = names, True
             taken(three, name, "prefill")
             moves = re.compile(rf"job \S+ is requeued after (\d+) tokens: the role of {name} is now prefill")
-            turning = True
             while (found := moves.search(three.said)) is None and turning:
                 turning = workers(three)[name]["turning_s"] is not None
-                more = first_tokens(stream, 10)  # if the client read nothing, its job would be paused
-                assert more, "the answer ended before its worker changed its role"
-                tokens += more
+                read_on()
             if found is None:
                 flipped(three, name, "decode")
         tokens += first_tokens(stream, int(found[1]) + 500 - len(tokens))
