@@ -18,18 +18,12 @@ import msgspec
 import torch
 
 from lab.program import count, output, program
-from redline.bench.machine import measure
-from redline.bench.step.depth import DepthCase, Timing, depth_of, measure_step
-from redline.bench.step.depth_gpu import GpuStep
-from redline.bench.step.depth_record import DepthRecord, append, read, record_of
+from redline.bench.step.depth_record import DepthRecord, append, read
+from redline.bench.step.op_times import LAYERS, StepTimer
 from redline.errors import ConfigError
-from redline.model.k2.shapes import shape
-from redline.ops.op import PeakRates
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 LOSS = 0.03
-SHAPE, CONTEXT = "kimi-k2.6", 1024
-REPEATS = 30
 SHORT_US = 3.0  # of one launch: below this, launch gaps decide, and no loss is named
 
 
@@ -66,32 +60,11 @@ def table(now: DepthRecord, before: DepthRecord | None) -> list[str]:
     return lines
 
 
-class Steps:
-    """Measures cases with one model, which is created once."""
-
-    def __init__(self, layers: int, device: torch.device) -> None:
-        self.machine: PeakRates = measure(device)
-        self._layers, self._device = layers, device
-        self._config = shape(SHAPE)
-        self._first: GpuStep | None = None
-
-    def time(self, rows: int) -> DepthRecord:
-        """One case, measured now."""
-        case: DepthCase = depth_of(
-            SHAPE, self._config, layers=self._layers, physical=self._layers, experts=None, rows=rows, tokens=1,
-            context=CONTEXT, kv_dtype=torch.bfloat16, overlap=0.0,
-        )  # fmt: skip
-        step = GpuStep(case, lambda done, whole: None, self._device, like=self._first)
-        self._first = self._first or step
-        timing: Timing = measure_step(step, case, REPEATS)
-        return record_of(case, timing, self.machine)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the program; 1 if an op is slower. Raises ConfigError without a GPU, or for a file of another kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 4, 8, 32, 64, 256], help="of each step")
-    parser.add_argument("--layers", type=count, default=5, help="in memory, the dense one among them (default: 5)")
+    parser.add_argument("--layers", type=count, default=LAYERS, help="in memory, the dense one among them (default: 5)")
     parser.add_argument("--stored", type=Path, help="file to compare with (default: the one of this kind of card)")
     parser.add_argument("--save", type=output, help="a file to which the cases are added")
     asked = parser.parse_args(words)
@@ -104,7 +77,7 @@ def main(words: Sequence[str] | None = None) -> int:
     before: dict[Any, DepthRecord] = {}
     if stored.exists():
         before = {(one.tokens, one.layers): one for one in read(stored, DepthRecord)}
-    steps = Steps(asked.layers, device)
+    steps = StepTimer(asked.layers, device)
     print(
         f"{steps.machine.name}: {steps.machine.bytes_per_s / 1e12:.2f} TB/s, {steps.machine.flops_per_s / 1e12:.0f} "
         f"TFLOP/s measured now; " + (f"compared with {stored.name}" if before else "nothing stored for this card")

@@ -74,7 +74,7 @@ FLAGS = {
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
-    "doctor": "--on",
+    "doctor": "--on --self-test --save",
     "verify": "--server --requests --model --key --max-concurrency --save --again --device",
     "simulate": "--gpus --worker --roles --prompts --goodput --price --every --least --start --spare --time-scale "
     "--seed --keep-trace --json --html",

@@ -52,7 +52,9 @@ def run(flags: BuildFlags, console: Console) -> int:
     say(console, f"{len(made)} kernels for {target.arch} ({target.products}) in {clock.monotonic() - began:.0f} s")
     rows = _rows(made)
     if not target.was_run:
-        say(console, f"Redline has not been run on a {target.products}: check a model there with `redline verify`")
+        say(
+            console, f"Redline has not been run on a {target.products}: test it there with `redline doctor --self-test`"
+        )
     _say_those(console, "spill registers", [row for row in rows if row["spills"]], "spills")
     large = [row for row in rows if row["shared_memory"] > target.block_shared]
     _say_those(console, f"need more shared memory than the {target.block_shared:,} bytes of a block", large)

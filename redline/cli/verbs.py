@@ -18,6 +18,7 @@ from redline.cli.quantize import AuditConfig, QuantizeFlags, audit, quantize
 from redline.cli.simulate import SimulateConfig, simulate
 from redline.cli.terminal import Terminal
 from redline.cli.verify import VerifyFlags, verify
+from redline.errors import ConfigError
 from redline.folder import check_model
 from redline.messages.base import Record
 
@@ -216,11 +217,26 @@ class _DoctorFlags(Record, frozen=True):
         Meta(description="Predict for these GPUs instead, as in '8 x H200'. Without FOLDER: for Kimi K2.6."),
         Flag(metavar="MACHINE"),
     ] = None
+    self_test: Annotated[
+        bool,
+        Meta(description="Compare every GPU kernel with its reference here, and time a step: minutes, on a free GPU."),
+    ] = False
+    save: Annotated[
+        Path | None, Meta(description="Of --self-test: the report, as JSON. Default: redline-self-test.json.")
+    ] = None
 
 
 @verb(app, "doctor", _DoctorFlags)
 def doctor(flags: _DoctorFlags) -> int:
     """Report this machine's hardware, what fits on it, and why: each number with its arithmetic."""
+    if flags.self_test:
+        from redline.cli.doctor_self_test import doctor_self_test
+
+        if flags.on is not None or flags.folder is not None:
+            raise ConfigError("--self-test tests this machine's GPU: give it neither FOLDER nor --on")
+        return doctor_self_test(flags.save or Path("redline-self-test.json"), Terminal())
+    if flags.save is not None:
+        raise ConfigError("--save is for --self-test only")
     if flags.on is not None:
         from redline.cli.doctor_on import doctor_on
 

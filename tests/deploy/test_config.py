@@ -60,9 +60,9 @@ def test_a_folder_is_a_deployment_with_everything_derived(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "file", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda file: file.stem
+    "file", sorted((Path(__file__).parents[2] / "examples").glob("pools*.toml")), ids=lambda file: file.stem
 )
-def test_every_example_is_a_deployment(file: Path):
+def test_an_example_of_pools_serves_a_model_that_comes_with_redline(file: Path):
     config = read(file, {})
     assert (Path(config.weights) / "config.json").exists()
     assert [place.role for place in config.places] == ["prefill", "decode"]

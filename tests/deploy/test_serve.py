@@ -711,29 +711,34 @@ def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Callable[..., Server], tiny: Path):
-    """Long answers are read until well past the token at which they moved to the restarted worker."""
+    """Long answers are read until well past the token at which they moved to the restarted worker.
+
+    If the client is slow, its job is paused and has no worker that could be killed: the next one is.
+    """
     server = start(tiny).until_ready()
     asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 50_000, "stream": True}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     places = re.compile(r"is requeued after (\d+) tokens: the worker has ended with code -9")
     for number, how in enumerate(({"temperature": 0}, {"temperature": 1.0, "seed": 5})):
-        moved, least = list[int](), 100
+        moved, kill_at = list[int](), 100
         with server.client as client, client.completions.create(**asked, **how) as stream:
             pieces = tokens_of(stream)
-            while len(moved) < least:
+            while len(found := places.findall(server.said)) == number:
                 moved += next(pieces)
-                if len(moved) >= 100 and least == 100:
+                if len(moved) >= kill_at:
                     for worker in server.workers:
                         os.kill(worker, signal.SIGKILL)
-                    wait_for(lambda number=number: len(places.findall(server.said)) > number, server)
-                    least = int(places.findall(server.said)[number]) + 1000
+                    kill_at = len(moved) + 5000  # more than are generated ahead of a client that does not read
+            least = int(found[number]) + 1000
+            while len(moved) < least:
+                moved += next(pieces)
         undisturbed = list[int]()
         with server.client as client, client.completions.create(**asked, **how) as stream:
             pieces = tokens_of(stream)
             while len(undisturbed) < least:
                 undisturbed += next(pieces)
         assert moved[:least] == undisturbed[:least]
-    assert server.said.count("the worker has ended with code -9; it is restarted") == 2
+    assert server.said.count("the worker has ended with code -9; it is restarted") >= 2
     wait_for(lambda: metric(server, "redline:jobs_moved_total") == 2.0, server)
     os.killpg(server.process.pid, signal.SIGTERM)
     assert server.ends() == 0

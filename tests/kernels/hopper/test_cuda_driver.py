@@ -38,7 +38,7 @@ def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch):
     driver.why_not.cache_clear()
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (11, 0), (12, 0)])
 def test_a_chip_that_the_kernels_do_not_know_takes_the_references(
     chip: pytest.MonkeyPatch, capability: tuple[int, int]
 ):
