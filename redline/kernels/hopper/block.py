@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.chips import chip
 from redline.kernels.hopper.collectives.all_gather import all_gather_queries
 from redline.kernels.hopper.collectives.rank_links import ATTENTION, EXPERTS, RankLinks
 from redline.kernels.hopper.collectives.share_latents import divides, share_latents
@@ -239,11 +238,9 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
     if e.lists(stream.tokens):
         pairs = choose_experts(*choosing)
         routed = pairs_down(experts_up(x, torch.ones(stream.tokens, device=x.device), e.up, pairs), pairs, e.down)
-    elif chip().warpgroup_mma:
+    else:
         ids, weights = choose(*choosing, ties=False)
         routed = grouped_experts(x, ids, weights, e.up, e.down)
-    else:
-        routed = _in_parts(e, x, logits_TE, forced_TK)
     shared = laid_out(w.down).T
 
     def partial(part: CommunicatedRows) -> Tensor:
@@ -254,24 +251,6 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         return own
 
     return stream.adding(partial)
-
-
-def _in_parts(e: GpuMoe, x: Tensor, logits_TE: Tensor, forced_TK: Tensor | None) -> Tensor:
-    """The routed experts of any number of tokens on a chip without wgmma -> float32 [T, D]: LISTED tokens at a time,
-    which reads the weights as often; experts that `pairs_down` does not read are computed by torch, one by one."""
-    choosing = e.bias_E, e.chosen, e.normalise, e.scale
-    if not reads(e.down.form):
-        ids, weights = choose(logits_TE, *choosing, forced_TK, ties=False)
-        op = grouped_experts.op
-        return op.reference(op.args(x, ids, weights, e.up, e.down))
-    parts: list[Tensor] = []
-    for first in range(0, x.shape[0], most := min(LISTED, MOST_PAIRS // e.chosen)):
-        rows = slice(first, first + most)
-        forced = None if forced_TK is None else forced_TK[rows]
-        pairs = choose_experts(logits_TE[rows], *choosing, forced)
-        ones = torch.ones(len(pairs.ids), device=x.device)
-        parts.append(pairs_down(experts_up(x[rows], ones, e.up, pairs), pairs, e.down))
-    return _joined(parts)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import (
     MOST_DECODED,
-    SUMMED,
     GpuBlock,
     GpuMla,
     GpuMoe,
@@ -21,7 +20,6 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
-from redline.kernels.hopper.chips import chip
 from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.hopper.collectives.rank_links import Linked
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, SUMMED_PAIRS, notes_of
@@ -29,7 +27,6 @@ from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates_weight
 from redline.kernels.hopper.decode.head import logits_of
-from redline.kernels.hopper.decode.pairs_down import reads
 from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
@@ -57,9 +54,6 @@ class GpuK2(K2):
         super().__init__(config, embedding_VD, (), norm, head_VD, group)
         self.gpu_blocks = blocks
         self._most_decoded = most_decoded(config, group.ranks)
-        experts = [block.experts for block in blocks if block.experts is not None]
-        if not chip().warpgroup_mma and not all(reads(each.down.form) for each in experts):
-            self._most_decoded = min(self._most_decoded, SUMMED)  # more tokens have no kernel on this chip
         # Sums of squares for rows that are already normed.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 

@@ -1,6 +1,7 @@
 """Grouped GEMM of the routed experts for many tokens, with dequantisation inside.      T tokens, D hidden, K chosen.
 
-y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; for more than 32 tokens, in prefill or decode. The
+y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; for more than 32 tokens, in prefill or decode. On a
+Hopper the products are wgmmas (grouped.cu); on other chips they are Triton kernels (`triton/experts.py`). The
 distribution of tokens over experts is known only on the device. No size here depends on it, so a CUDA graph can capture
 the step.
 """
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.hopper.chips import chip
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import BF16_INPUTS, KINDS, Kind, Records, random_experts
 from redline.kernels.hopper.prefill.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
@@ -103,7 +105,11 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
     x_TD, up, down = args.x_TD, args.up, args.down
     (tokens, chosen), device, experts = args.ids_TK.shape, x_TD.device, up.experts
     pairs = tokens * chosen
-    columns, tiles = sort_pairs(args.ids_TK, args.weights_TK, experts)
+    columns, tiles = order = sort_pairs(args.ids_TK, args.weights_TK, experts)
+    if not chip().warpgroup_mma:
+        from redline.kernels.hopper.triton.experts import multiply  # Triton is imported only on use
+
+        return add_pairs(multiply(x_TD, args.ids_TK, order, up, down, args.rstd_T), args.ids_TK, down)
     rows, most = most_rows(pairs, experts), most_tiles(pairs, experts)
 
     def room(*shape: int) -> Tensor:
