@@ -142,7 +142,8 @@ KEYS = """
     cluster.listen cluster.key_file cluster.kind
     events.endpoint events.replay events.topic
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.step_ms
-    engine.kv_dtype engine.device engine.ranks engine.random_weights engine.host_memory engine.disk engine.disk_size
+    engine.kv_dtype engine.device engine.kernels engine.ranks engine.random_weights engine.host_memory engine.disk
+    engine.disk_size
     sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s steer.spare_s
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix

@@ -1,6 +1,6 @@
 """The configuration of engines, workers and ranks. It does not import torch, so the supervisor process can use it."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -113,6 +113,10 @@ class EngineConfig(Record, frozen=True):
         setting("Dtype of the KV cache: bf16, fp8 or float32. fp8 (e4m3): twice the tokens, 4 significant bits."),
     ] = "bf16"
     device: Annotated[str | None, setting("cpu or cuda.", absent="the GPU, if there is one", example="cpu")] = None
+    kernels: Annotated[
+        Literal["auto", "portable"],
+        setting("tests only: portable, on a Hopper, for the kernels of chips without wgmma; slower"),
+    ] = "auto"
     ranks: Annotated[
         int,
         Meta(ge=1, le=8),

@@ -28,7 +28,7 @@ from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
-from redline.kernels.hopper.chips import chip
+from redline.kernels.hopper.chips import chip, use_portable_kernels
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
@@ -442,6 +442,7 @@ def load_model(
         check_in_memory(geometry, config.random_weights, "engine.random_weights")
     dtype = kv_dtype_of(config.kv_dtype)
     free = free_memory(device)
+    use_portable_kernels(config.kernels == "portable")
     speculation = config.speculation
     plan_of(config, device)  # raises its config errors before the weights are read
     if device.type == "cuda" and why_not(geometry, device) is None and not chip().was_run:

@@ -15,7 +15,10 @@ import torch
 
 from redline.bench.verify.law_1 import errors_of, on_device
 from redline.kernels.all import HOPPER
+from redline.kernels.hopper.chips import use_portable_kernels
+from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
+from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
@@ -52,6 +55,27 @@ def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: C
             errors[name] = max(errors.get(name, (-1.0, 1.0, "")), error, key=lambda e: e[0] / e[1])
     worst = [f"output {one.output}: {one.error:.2e} > {one.limit:.0e}" for one in found if not one.fits]
     assert not worst, f"{worst} (seed {seed})"
+
+
+PORTABLE = [
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
+    for kernel in (attend, grouped_experts)
+    for case in kernel.op.cases()
+]
+
+
+@pytest.fixture
+def portable() -> Iterator[None]:
+    """Kernels as on a chip without wgmma."""
+    use_portable_kernels(True)
+    yield
+    use_portable_kernels(False)
+
+
+@pytest.mark.parametrize(("kernel", "case"), PORTABLE)
+@pytest.mark.usefixtures("portable")
+def test_the_form_without_wgmma_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
+    test_the_cuda_kernel_is_the_reference(kernel, case)
 
 
 @dataclasses.dataclass

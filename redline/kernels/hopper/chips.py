@@ -7,11 +7,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 _building = threading.local()
+_portable = False  # of this process
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,14 @@ SERVED = ", ".join(f"{chip.products} ({'{}.{}'.format(*chip.capability)})" for c
 
 def chip() -> Chip:
     """The chip that kernels are launched on, or compiled for: a Hopper if there is no GPU that kernels exist for."""
-    return building() or _present()
+    found = building() or _present()
+    return replace(found, warpgroup_mma=False) if _portable else found
+
+
+def use_portable_kernels(portable: bool) -> None:
+    """Whether this process computes on a Hopper as on a chip without wgmma: to test and time those forms there."""
+    global _portable
+    _portable = portable
 
 
 @functools.cache

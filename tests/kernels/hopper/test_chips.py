@@ -47,6 +47,17 @@ def test_without_a_gpu_kernels_are_a_hoppers_unless_they_are_built_for_another()
     assert chip() == HOPPER
 
 
+def test_a_hopper_may_take_the_forms_of_other_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chips, "_present", lambda: HOPPER)
+    chips.use_portable_kernels(True)
+    try:
+        assert not chip().warpgroup_mma
+        assert chip().arch == "sm_90a"
+    finally:
+        chips.use_portable_kernels(False)
+    assert chip() == HOPPER
+
+
 def launched(
     model: str, arch: str, monkeypatch: pytest.MonkeyPatch, drafter: Eagle3Config | None = None
 ) -> dict[tuple[str, str], int]:
