@@ -115,7 +115,7 @@ class EngineConfig(Record, frozen=True):
     device: Annotated[str | None, setting("cpu or cuda.", absent="the GPU, if there is one", example="cpu")] = None
     kernels: Annotated[
         Literal["auto", "portable"],
-        setting("tests only: portable, on a Hopper, for the kernels of chips without wgmma; slower"),
+        setting("for tests: portable makes a Hopper use the kernels of chips without wgmma"),
     ] = "auto"
     ranks: Annotated[
         int,

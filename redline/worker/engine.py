@@ -447,7 +447,7 @@ def load_model(
     plan_of(config, device)  # raises its config errors before the weights are read
     if device.type == "cuda" and why_not(geometry, device) is None and not chip().was_run:
         name = torch.cuda.get_device_name(device)
-        _log.warning("Redline's kernels have never run on a %s: test them once with `redline doctor --self-test`", name)
+        _log.warning("Redline's authors have not run its kernels on a %s: see `redline doctor --self-test`", name)
     drafter = None
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:

@@ -1,6 +1,7 @@
 """Law 1 on a GPU: a kernel's outputs compared with its reference's, each within the error that its arithmetic allows.
 
-Outputs are filled with NaN first, so that an element that a kernel does not write is found.
+Outputs are filled with NaN, or with a value that is unlikely to be right, so that an element that a kernel does not
+write is found.
 """
 
 import contextlib
@@ -16,6 +17,8 @@ from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_ex
 from redline.kernels.kernel import Kernel
 from redline.messages.base import Record
 from redline.ops.op import Case, Op, limit_of
+
+NOT_A_NUMBER = 1e30  # the error of an output with NaN or infinity where the reference has a number
 
 
 class OutputDistance(Record, frozen=True):
@@ -53,7 +56,9 @@ def errors_of(kernel: Kernel[Any, Any, Any], case: Case, seed: int, device: torc
         for place, (a, b) in enumerate(zip(*compared, strict=True)):
             if op.name in _UNDEFINED:
                 a, b = _UNDEFINED[op.name](place, a, b, got, want)
-            error, limit = _apart(a, b), limit_of(op, case, b) if a.is_floating_point() else 0.0
+            error = _apart(a, b)
+            error = error if error < NOT_A_NUMBER else NOT_A_NUMBER
+            limit = limit_of(op, case, b) if a.is_floating_point() else 0.0
             dtype = str(b.dtype).removeprefix("torch.")
             found.append(
                 OutputDistance(op=op.name, case=case.name, output=place, dtype=dtype, error=error, limit=limit)
@@ -102,7 +107,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def poisoned() -> Generator[None]:
-    """Context manager: `torch.empty` and `torch.empty_like` return NaN, or the least integer of their type."""
+    """Context manager: `torch.empty` and `torch.empty_like` return NaN, the least integer of their type, or bytes of
+    255, which are NaN as f16 and bf16."""
     empty, empty_like = torch.empty, torch.empty_like
     torch.empty, torch.empty_like = _filled(empty), _filled(empty_like)
     try:
@@ -116,6 +122,8 @@ def _filled(create: Callable[..., Tensor]) -> Any:
         x = create(*args, **given)
         if x.is_floating_point():
             return x.fill_(torch.nan)
+        if x.dtype == torch.uint8:
+            return x.fill_(255)
         return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).min)
 
     return poison

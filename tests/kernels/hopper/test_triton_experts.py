@@ -35,6 +35,19 @@ def test_the_products_are_their_reference(case: Case, monkeypatch: pytest.Monkey
     assert error <= limit_of(grouped_experts.op, case, want.to(torch.bfloat16)), f"{error:.1e}"
 
 
+@pytest.mark.parametrize("tokens", [20, 180], ids=["two turns of 16 tokens", "three turns of 64 tokens"])
+def test_an_expert_with_more_tokens_than_a_program_takes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chips, "_present", lambda: BLACKWELL)
+    case = next(case for case in grouped_experts.op.cases() if case.name == "BF16 T=250 nano, most on one expert")
+    args = case.make(fresh_generator())
+    args = args._replace(**{name: getattr(args, name)[:tokens] for name in ("x_TD", "ids_TK", "weights_TK")})
+    args.ids_TK.zero_()
+    with emulation():
+        got = grouped_experts.run(args)
+    want = grouped_experts.op.reference(args)
+    assert float((got - want).norm() / want.norm()) <= limit_of(grouped_experts.op, case, want.to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tokens_have_no_experts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chips, "_present", lambda: BLACKWELL)

@@ -10,12 +10,14 @@ in registers from the records of `layouts/records.py`.
 N rows of the weights, T tokens, C words of a row in a block of 64 inputs, E codes of a word.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from redline.kernels.hopper.layouts.records import BF16_INPUTS, RecordForm, Records
+from redline.kernels.hopper.layouts.records import RecordForm, Records
 from redline.kernels.hopper.prefill.sort_pairs import WIDEST, Sorted, most_tiles
 
 UP_ROWS, DOWN_ROWS = 64, 128  # rows of a program; of up, as many of gate and of up. Every form has a multiple of them
@@ -183,10 +185,12 @@ def multiply(x_TD: Tensor, ids_TK: Tensor, order: Sorted, up: Records, down: Rec
     """
     (count, chosen), device = ids_TK.shape, x_TD.device
     pairs, hidden, dtype = count * chosen, down.form.width, torch.bfloat16 if up.kind == "BF16" else torch.float16
-    y = torch.empty(pairs, 16 * down.form.tiles, dtype=torch.bfloat16, device=device)
+    x_shape, y_shape = (count, up.form.width), (pairs, 16 * down.form.tiles)
+    x_size, y_size = math.prod(x_shape), math.prod(y_shape)
+    room = torch.empty(max(x_size, y_size), dtype=torch.bfloat16, device=device)  # x is not read when y is written
+    x, y = room[:x_size].view(dtype).view(x_shape), room[:y_size].view(y_shape)
     if not pairs:
         return y
-    x = torch.empty(count, up.form.width, dtype=dtype, device=device)
     h = torch.empty(order.columns.shape[0], hidden, dtype=dtype, device=device)
     convert = {"INPUTS": up.inputs, "WIDTH": up.form.width, "COLUMNS": 1024}
     _convert[(count, triton.cdiv(up.form.width, 1024))](x_TD, rstd_T, x, x_TD.stride(0), **convert, num_warps=4)
@@ -206,9 +210,8 @@ def multiply(x_TD: Tensor, ids_TK: Tensor, order: Sorted, up: Records, down: Rec
 
 
 def _parts(form: RecordForm) -> dict[str, int]:
-    """TILES, and PARTS records of PART inputs each along K. Those of bf16 up are in the order of K: they may be cut."""
-    part = min(BF16_INPUTS, form.part) if form.kind == "BF16" else form.part
-    return {"TILES": form.tiles, "PARTS": form.width // part, "PART": part}
+    """TILES, and PARTS records of PART inputs each along K."""
+    return {"TILES": form.tiles, "PARTS": form.slices * form.parts, "PART": form.part}
 
 
 def _views(records: Records) -> tuple[Tensor, ...]:
