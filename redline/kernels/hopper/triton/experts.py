@@ -162,8 +162,9 @@ def _down(h, words, halves, octets, floats, columns, tiles, y, KIND: tl.constexp
     t, n, k = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, 64)
     row = first + tl.minimum(t, count - 1).to(tl.int64)
     pair = tl.load(columns + 2 * row)
-    weight = tl.load(columns + 2 * row + 1).to(tl.float32, bitcast=True)
-    h_at = h + row[None, :] * HIDDEN + k[:, None]
+    weight = tl.load(columns + 2 * row + 1, mask=pair >= 0, other=0).to(tl.float32, bitcast=True)
+    # Rows without a pair, fewer than 8 at an expert's end, were not written. The first row of a program has a pair.
+    h_at = h + tl.where(pair >= 0, row, first)[None, :] * HIDDEN + k[:, None]
     tile, g, r = block * (ROWS // 16) + n // 16, n % 16 // 2, n % 2
     y_NT = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in range(HIDDEN // 64):
