@@ -52,8 +52,8 @@ _BLACKWELL_LINK = SourcedFigure(2 * 397e9, "assumed, twice the H200's, as NVLink
 _OURS = ("all: they are written for compute capability 9.0",)
 _COMPILED = (
     "all that are launched on it compile (`redline kernels build`); none has been run on this chip",
-    "wgmma, which this chip lacks: attention of 64 heads has another form; the experts of a prompt are computed 256 "
-    "tokens at a time by the decode kernels, so prefill takes several times as long as it should",
+    "wgmma, which this chip lacks: attention of 64 heads has a form with mma.sync, and the experts of a prompt are "
+    "Triton kernels with tcgen05; the speed of neither is known",
     "FP4 units are not used: NVFP4 is not faster than INT4",
 )
 CHIPS = {

@@ -23,7 +23,7 @@ NOT_A_NUMBER = 1e30  # the error of an output with NaN or infinity where the ref
 
 class OutputDistance(Record, frozen=True):
     """How far one output of a kernel is from its reference's. error: relative, of norms; of integers, the share of
-    those that differ, and `limit` is 0."""
+    those that differ, and `limit` is 0. NOT_A_NUMBER for NaN, and as the largest error."""
 
     op: str
     case: str
@@ -34,7 +34,7 @@ class OutputDistance(Record, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """Whether the error is allowed. NaN is not."""
+        """Whether the error is allowed."""
         return self.error <= self.limit
 
 

@@ -71,7 +71,7 @@ def compile_for(
     target: Chip, pieces: Iterable[Callable[[], object]], done: Callable[[int, int], object] = lambda made, whole: None
 ) -> list[Compiled]:
     """Compiles the kernels that the pieces launch for a chip that need not be in this machine, into the caches that a
-    worker reads. The pieces' tensors are on the meta device.
+    worker reads. Nothing is launched, so the pieces' tensors may be on the meta device.
 
     done: called with the number of CUDA C++ kernels that are compiled, and of all. Raises CudaError, or an error of
     Triton, if a kernel does not compile.
