@@ -46,7 +46,11 @@ def test_the_products_are_their_reference(case: Case, monkeypatch: pytest.Monkey
     assert error <= limit_of(grouped_experts.op, case, want.to(torch.bfloat16)), f"{error:.1e}"
 
 
-@pytest.mark.parametrize("tokens", [20, 180], ids=["two turns of 16 tokens", "three turns of 64 tokens"])
+@pytest.mark.parametrize(
+    "tokens",
+    [20, 60, 100, 180, 250],
+    ids=["two turns of 16", "two turns of 32", "two bunches of 64", "three bunches of 64", "two tiles"],
+)
 def test_an_expert_with_more_tokens_than_a_program_takes(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chips, "_present", lambda: BLACKWELL)
     case = next(case for case in grouped_experts.op.cases() if case.name == "BF16 T=250 nano, most on one expert")

@@ -3,11 +3,15 @@
 """Experts times the tokens that chose them, for many tokens, on chips without wgmma: the two products of
 `prefill/grouped.py`, in its number formats. `tl.dot` becomes the matrix instruction of the chip.
 
-A program multiplies ROWS rows of an expert by up to TOKENS tokens of a tile (`sort_pairs.py`). Programs of one tile are
-adjacent: they read its tokens, and those of the same rows the same weights, from the L2 cache. The weights are unpacked
-in registers from the records of `layouts/records.py`.
+A program multiplies ROWS rows of an expert by up to 3 x TOKENS tokens of a tile (`sort_pairs.py`). Programs of one tile
+are adjacent: they read its tokens, and those of the same rows the same weights, from the L2 cache. The weights are
+unpacked in registers from the records of `layouts/records.py`, once for all tokens of the program.
 
-N rows of the weights, T tokens, C words of a row in a block of 64 inputs, E codes of a word.
+Inputs are in the order in which a lane's values are a matrix instruction's a operand, so no lane needs another's: of 64
+INT4 inputs, k = 32h + 8t + 2p + b is at 32h + 8p + 2t + b; of 32 NVFP4 inputs, k = 16q + 4t + 2p + b is at 16q + 8p +
+2t + b. x and h are stored in this order.
+
+N rows of the weights: of each record first those with r = 0. T tokens.
 """
 
 import math
@@ -20,86 +24,98 @@ from torch import Tensor
 from redline.kernels.hopper.layouts.records import RecordForm, Records
 from redline.kernels.hopper.prefill.sort_pairs import WIDEST, Sorted, most_tiles
 
-UP_ROWS, DOWN_ROWS = 64, 128  # rows of a program; of up, as many of gate and of up. Every form has a multiple of them
+ROWS = 64  # of a program. Every form has a multiple of them
+STAGES = 4  # steps' inputs in shared memory, less one: up to 97 KB
 H_SCALE = 1 / 16  # f16 h is stored divided by 16, as in grouped.cu
 
 
 @triton.jit
-def _record(expert, tile, part, TILES: tl.constexpr, PARTS: tl.constexpr, UP: tl.constexpr):
-    """The number of a record in `Records.data`; int64 [N]."""
-    if UP:
-        return (expert * TILES + tile) * PARTS + part
-    else:  # noqa: RET505: Triton compiles what follows a return
-        return ((expert * (TILES // 4) + tile // 4) * PARTS + part) * 4 + tile % 4
+def _halves(bits):
+    """The two f16 of an int32."""
+    low, high = bits.to(tl.int16), (bits >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def _int4(words, halves, record, block, g, r, PART: tl.constexpr):
-    """A block of 64 inputs of rows g + 8 r: f16 [N, 64]. words, halves: the records as int32 and as bf16."""
-    c, e = tl.arange(0, 8), tl.arange(0, 8)
-    at = record * (PART * 9 // 4) + block * 128 + 16 * g + r
-    word_NC = tl.load(words + at[:, None] + (4 * (c % 4) + 2 * (c // 4))[None, :])
-    code_NCE = ((word_NC[:, :, None] >> ((e % 2) * 16 + (e // 2) * 4)[None, None, :]) & 15) - 8
-    at = record * (PART * 9 // 2) + 4 * PART + block * 32 + 4 * g + 2 * r
-    scale_NC = tl.load(halves + at[:, None] + (c // 4)[None, :]).to(tl.float32)
-    return tl.reshape((code_NCE.to(tl.float32) * scale_NC[:, :, None]).to(tl.float16), [g.shape[0], 64])
+def _int4(word, scale, N: tl.constexpr):
+    """A block of 64 inputs: f16 [N, 64]. word: int32 [record, g, t, half, r]. scale: pairs of bf16 [record, g, r]."""
+    RECORDS: tl.constexpr = N // 16
+    word, pair = tl.reshape(word, [RECORDS, 8, 4, 2, 2, 1]), tl.arange(0, 4)
+    low, high = _halves(((word >> (4 * pair)) & 0x000F000F) | 0x64006400)  # 1024 + code
+    scale = tl.join(scale << 16, scale & -65536).to(tl.float32, bitcast=True).to(tl.float16)
+    scale = tl.reshape(tl.permute(tl.reshape(scale, [RECORDS, 8, 2, 2]), 0, 1, 3, 2), [RECORDS, 8, 1, 2, 2, 1])
+    value = tl.join((low - 1032.0) * scale, (high - 1032.0) * scale)
+    return tl.reshape(tl.permute(value, 0, 4, 1, 3, 5, 2, 6), [N, 64])
 
 
 @triton.jit
-def _nvfp4(words, octets, record, block, g, r, PART: tl.constexpr):
-    """As `_int4`, without the matrix's scale. octets: the records as uint8."""
-    c, e = tl.arange(0, 16), tl.arange(0, 4)
-    at = record * ((PART * 9 + 16) // 4) + block * 128 + 16 * g
-    word_NC = tl.load(words + at[:, None] + (4 * (c % 4) + c // 4)[None, :])
-    half, pair = 16 * (e % 2), e // 2
-    sign_NE = half[None, :] + 15 - pair[None, :] - r[:, None] * (3 - 2 * pair)[None, :]
-    magnitude_NE = half[None, :] + 9 - 6 * pair[None, :] - 3 * r[:, None]
-    sign_NCE = (word_NC[:, :, None] >> sign_NE[:, None, :]) & 1
-    magnitude_NCE = (word_NC[:, :, None] >> magnitude_NE[:, None, :]) & 7
-    # The bits of an e2m1 as those of a float32: the factor corrects the exponent's bias.
-    value_NCE = ((sign_NCE << 31) | (magnitude_NCE << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-    at = record * (PART * 9 + 16) + 8 * PART + block * 64 + 8 * g + 2 * r
-    octet_NC = tl.load(octets + at[:, None] + (4 * (c // 8) + c // 4 % 2)[None, :]).to(tl.int32)
-    unit_NC = (octet_NC << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, from e4m3
-    return tl.reshape((value_NCE * unit_NC[:, :, None]).to(tl.float16), [g.shape[0], 64])
+def _nvfp4(word, scale, N: tl.constexpr):
+    """As `_int4`, without the matrix's scale. word: [record, g, t, q]. scale: e4m3 [record, g, half], bytes [r, q]."""
+    RECORDS: tl.constexpr = N // 16
+    word = tl.reshape(word, [RECORDS, 8, 4, 4, 1, 1])
+    r, pair, q = tl.arange(0, 2)[:, None], tl.arange(0, 2)[None, :], tl.arange(0, 2)[:, None]
+    # The bits of an e2m1 as those of an f16 are 2^-14 of its value, those of an e4m3 2^-8.
+    sign, magnitude = (word << (3 * r + pair - 2 * r * pair)) & -0x7FFF8000, (word << (6 * pair + 3 * r)) & 0x0E000E00
+    low, high = _halves(sign | magnitude)
+    octet = (tl.reshape(scale, [RECORDS, 8, 2, 1, 1]) >> (16 * tl.arange(0, 2)[None, :] + 8 * q)) & 255
+    unit = (octet << 7).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+    unit = tl.reshape(unit, [RECORDS, 8, 1, 4, 2, 1])
+    value = tl.join(low * 16384.0 * unit, high * 16384.0 * unit)
+    return tl.reshape(tl.permute(value, 0, 4, 1, 3, 5, 2, 6), [N, 64])
 
 
 @triton.jit
-def _bf16(halves, record, block, g, r, PART: tl.constexpr):
-    """As `_int4`, bf16."""
-    k = tl.arange(0, 64)
-    at = record * (16 * PART) + block * 1024 + (g + 8 * r) * 32
-    return tl.load(halves + at[:, None] + (k // 32 * 512 + k % 32)[None, :])
-
-
-@triton.jit
-def _weights(words, halves, octets, record, block, g, r, KIND: tl.constexpr, PART: tl.constexpr):
-    if KIND == "INT4":
-        return _int4(words, halves, record, block, g, r, PART)
-    elif KIND == "NVFP4":  # noqa: RET505: Triton compiles what follows a return
-        return _nvfp4(words, octets, record, block, g, r, PART)
+def _weights(words, halves, record, offset, block, KIND: tl.constexpr, PART: tl.constexpr, N: tl.constexpr):
+    """A block of 64 inputs of N rows, f16 or bf16 [N, 64]. words, halves: the records as int32 and as bf16. record: of
+    each 16 rows, [N / 16]; offset: that of this step."""
+    RECORDS: tl.constexpr = N // 16
+    if KIND == "BF16":
+        n, k = tl.arange(0, N), tl.arange(0, 64)
+        at = tl.reshape(tl.broadcast_to(record[:, None], [RECORDS, 16]), [N]) * (16 * PART) + n % 16 * 32
+        here = offset * (16 * PART) + block * 1024
+        return tl.load(halves + at[:, None] + (k // 32 * 512 + k % 32)[None, :] + here)
     else:
-        return _bf16(halves, record, block, g, r, PART)
+        SIZE: tl.constexpr = PART * 9 // 4 if KIND == "INT4" else (PART * 9 + 16) // 4
+        at, here = record * SIZE, offset * SIZE
+        lane, word, sixteen = tl.arange(0, 32), tl.arange(0, 4), tl.arange(0, 16)
+        word_at = at[:, None, None] + 4 * lane[None, :, None] + word[None, None, :] + (here + block * 128)
+        scale = tl.load(words + 2 * PART + (at[:, None] + sixteen[None, :]) + (here + block * 16))
+        if KIND == "INT4":
+            return _int4(tl.load(words + word_at), scale, N)
+        else:
+            return _nvfp4(tl.load(words + word_at), scale, N)
 
 
 @triton.jit
 def _matrix_scale(floats, record, r, PART: tl.constexpr):
-    """NVFP4's scale of a whole matrix, of rows with r = 0 or 1: float32 [N]."""
+    """NVFP4's scale of a whole matrix, of rows with r = 0 or 1."""
     return tl.load(floats + record * ((PART * 9 + 16) // 4) + 9 * PART // 4 + r)
 
 
 @triton.jit
+def _reordered(x, KIND: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr):
+    """[WHOLE, T] inputs in the order of the products."""
+    if KIND == "INT4":
+        return tl.reshape(tl.permute(tl.reshape(x, [WHOLE // 32, 4, 4, 2, T]), 0, 2, 1, 3, 4), [WHOLE, T])
+    elif KIND == "NVFP4":
+        return tl.reshape(tl.permute(tl.reshape(x, [WHOLE // 16, 4, 2, 2, T]), 0, 2, 1, 3, 4), [WHOLE, T])
+    else:
+        return x
+
+
+@triton.jit
 def _tile(tiles, TURNS: tl.constexpr, TOKENS: tl.constexpr, ROW_BLOCKS: tl.constexpr):
-    """This program's (expert, row block, first row of the columns, number of its rows, at most TOKENS)."""
+    """This program's (expert, row block, first row of the columns, number of its rows, at most TOKENS).
+
+    An expert has as many tiles as here, but all except its last are full: the number of bunches is the smallest.
+    """
     turn = tl.program_id(0) % TURNS
     block = tl.program_id(0) // TURNS % ROW_BLOCKS
     number = tl.program_id(0) // (TURNS * ROW_BLOCKS)
     at = tiles + 8 * (1 + number)
-    width, inside = tl.load(at + 4), turn * TOKENS
-    first = (number - tl.load(at + 1)) * width
-    count = tl.minimum(tl.minimum(width, tl.load(at + 5) - first) - inside, TOKENS)
-    count = tl.where(number < tl.load(tiles), count, 0)
-    return tl.load(at).to(tl.int64), block, tl.load(at + 3) + first + inside, count
+    first = (number - tl.load(at + 1)) * (TURNS * TOKENS) + turn * TOKENS
+    count = tl.where(number < tl.load(tiles), tl.minimum(tl.load(at + 5) - first, TOKENS), 0)
+    return tl.load(at).to(tl.int64), block, tl.load(at + 3) + first, count
 
 
 @triton.jit
@@ -108,75 +124,161 @@ def _clamped(x):
 
 
 @triton.jit
-def _convert(x, rstd, out, x_stride, INPUTS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """out [T, WIDTH] = x, times rstd; f16 or bf16; zeros behind INPUTS."""
+def _convert(x, rstd, out, x_stride, KIND: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr,
+             COLUMNS: tl.constexpr):  # fmt: skip
+    """out [T, WIDTH] = x, times rstd; f16 or bf16, reordered; zeros behind INPUTS."""
     token, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x_K = tl.load(x + token * x_stride + k, mask=k < INPUTS, other=0.0).to(tl.float32)
     if rstd is not None:
         x_K *= tl.load(rstd + token)
-    if out.dtype.element_ty == tl.float16:
-        tl.store(out + token * WIDTH + k, _clamped(x_K), mask=k < WIDTH)
+    x_K = x_K.to(tl.bfloat16) if KIND == "BF16" else _clamped(x_K)
+    x_K = tl.reshape(_reordered(tl.reshape(x_K, [COLUMNS, 1]), KIND, COLUMNS, 1), [COLUMNS])
+    tl.store(out + token * WIDTH + k, x_K, mask=k < WIDTH)
+
+
+@triton.jit
+def _rows(columns, first, count, bunch: tl.constexpr, T: tl.constexpr):
+    """Of one bunch of tokens: rows of the columns, their pairs, and whether each is to be stored. Rows behind the last
+    repeat it, so all can be read."""
+    t = bunch * T + tl.arange(0, T)
+    row = first + tl.minimum(t, count - 1).to(tl.int64)
+    pair = tl.load(columns + 2 * row)
+    return row, pair, (t < count) & (pair >= 0)
+
+
+@triton.jit
+def _products(at_0, at_1, at_2, words, halves, record, KIND: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+              STRIDE: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BUNCHES: tl.constexpr):  # fmt: skip
+    """The rows times one to three bunches of tokens, float32 [N, T] each. at_0 ..: pointers to inputs [64, T].
+    STRIDE: records from one part of the inputs to the next."""
+    BLOCKS: tl.constexpr = PART // 64
+    sum_0, sum_1, sum_2 = tl.zeros((N, T), tl.float32), tl.zeros((N, T), tl.float32), tl.zeros((N, T), tl.float32)
+    for step in range(PARTS * BLOCKS):
+        a_NK = _weights(words, halves, record, step // BLOCKS * STRIDE, step % BLOCKS, KIND, PART, N)
+        sum_0 = tl.dot(a_NK, tl.load(at_0 + step * 64), sum_0)
+        if BUNCHES > 1:
+            sum_1 = tl.dot(a_NK, tl.load(at_1 + step * 64), sum_1)
+        if BUNCHES > 2:
+            sum_2 = tl.dot(a_NK, tl.load(at_2 + step * 64), sum_2)
+    return sum_0, sum_1, sum_2
+
+
+@triton.jit
+def _x_at(x, columns, first, count, bunch: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr):
+    _, pair, _ = _rows(columns, first, count, bunch, T)  # a row without a pair has any token's x, and is not stored
+    token = tl.maximum(pair, 0).to(tl.int64) // CHOSEN
+    return x + token[None, :] * WIDTH + tl.arange(0, 64)[:, None]
+
+
+@triton.jit
+def _store_h(sum_NT, gate_scale, up_scale, h_at, columns, first, count, bunch: tl.constexpr, KIND: tl.constexpr,
+             HIDDEN: tl.constexpr, N: tl.constexpr, T: tl.constexpr, H_SCALE: tl.constexpr):  # fmt: skip
+    """h_at: pointers to the values [N / 2] of row 0."""
+    row, _, real = _rows(columns, first, count, bunch, T)
+    gate, up = tl.split(tl.permute(tl.reshape(sum_NT, [N // 16, 2, 8, T]), 0, 2, 3, 1))
+    gate, up = gate * gate_scale, up * up_scale
+    h_IT = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [N // 2, T])
+    h_IT = h_IT.to(tl.bfloat16) if KIND == "BF16" else _clamped(h_IT * H_SCALE)
+    tl.store(h_at[:, None] + row[None, :] * HIDDEN, _reordered(h_IT, KIND, N // 2, T), mask=real[None, :])
+
+
+@triton.jit
+def _up_tile(x, words, halves, floats, columns, h, expert, block, first, count, KIND: tl.constexpr,
+             CHOSEN: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, HIDDEN: tl.constexpr,
+             T: tl.constexpr, N: tl.constexpr, H_SCALE: tl.constexpr, BUNCHES: tl.constexpr):  # fmt: skip
+    WIDTH: tl.constexpr = PARTS * PART
+    record = (expert * TILES + block * (N // 16) + tl.arange(0, N // 16)) * PARTS
+    at_0 = _x_at(x, columns, first, count, 0, CHOSEN, WIDTH, T)
+    at_1 = _x_at(x, columns, first, count, 1, CHOSEN, WIDTH, T) if BUNCHES > 1 else at_0
+    at_2 = _x_at(x, columns, first, count, 2, CHOSEN, WIDTH, T) if BUNCHES > 2 else at_0
+    sum_0, sum_1, sum_2 = _products(at_0, at_1, at_2, words, halves, record, KIND, PARTS, PART, 1, N, T, BUNCHES)
+    gate_scale, up_scale = 1.0, 1.0
+    if KIND == "NVFP4":
+        gate_scale = _matrix_scale(floats, expert * TILES * PARTS, 0, PART)
+        up_scale = _matrix_scale(floats, expert * TILES * PARTS, 1, PART)
+    h_at = h + block * (N // 2) + tl.arange(0, N // 2)
+    _store_h(sum_0, gate_scale, up_scale, h_at, columns, first, count, 0, KIND, HIDDEN, N, T, H_SCALE)
+    if BUNCHES > 1:
+        _store_h(sum_1, gate_scale, up_scale, h_at, columns, first, count, 1, KIND, HIDDEN, N, T, H_SCALE)
+    if BUNCHES > 2:
+        _store_h(sum_2, gate_scale, up_scale, h_at, columns, first, count, 2, KIND, HIDDEN, N, T, H_SCALE)
+
+
+@triton.jit
+def _up(x, words, halves, floats, columns, tiles, h, KIND: tl.constexpr, CHOSEN: tl.constexpr, TILES: tl.constexpr,
+        PARTS: tl.constexpr, PART: tl.constexpr, HIDDEN: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+        H_SCALE: tl.constexpr, BUNCHES: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
+    """h [R, HIDDEN] = silu(gate x) * up x, f16 times H_SCALE, reordered; bf16 for bf16 weights."""
+    expert, block, first, count = _tile(tiles, TURNS, BUNCHES * T, HIDDEN // (N // 2))
+    if count <= 0:
+        return
+    if (BUNCHES > 2) & (count > 2 * T):
+        _up_tile(x, words, halves, floats, columns, h, expert, block, first, count, KIND, CHOSEN, TILES, PARTS, PART,
+                 HIDDEN, T, N, H_SCALE, 3)  # fmt: skip
+    elif (BUNCHES > 1) & (count > T):
+        _up_tile(x, words, halves, floats, columns, h, expert, block, first, count, KIND, CHOSEN, TILES, PARTS, PART,
+                 HIDDEN, T, N, H_SCALE, 2)  # fmt: skip
     else:
-        tl.store(out + token * WIDTH + k, x_K.to(tl.bfloat16), mask=k < WIDTH)
+        _up_tile(x, words, halves, floats, columns, h, expert, block, first, count, KIND, CHOSEN, TILES, PARTS, PART,
+                 HIDDEN, T, N, H_SCALE, 1)  # fmt: skip
 
 
 @triton.jit
-def _up(x, words, halves, octets, floats, columns, tiles, h, KIND: tl.constexpr, CHOSEN: tl.constexpr,
-        TILES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, HIDDEN: tl.constexpr, TURNS: tl.constexpr,
-        TOKENS: tl.constexpr, ROWS: tl.constexpr, H_SCALE: tl.constexpr):  # fmt: skip
-    """h [R, HIDDEN] = silu(gate x) * up x, f16 times H_SCALE; bf16 for bf16 weights."""
-    expert, block, first, count = _tile(tiles, TURNS, TOKENS, HIDDEN // ROWS)
-    if count <= 0:
-        return
-    t, n, k = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, 64)
-    row = first + tl.minimum(t, count - 1).to(tl.int64)
-    pair = tl.load(columns + 2 * row)
-    token = tl.maximum(pair, 0).to(tl.int64) // CHOSEN  # a row without a pair has any token's x, and is not stored
-    x_at = x + token[None, :] * (PARTS * PART) + k[:, None]
-    tile, g, zero = block * (ROWS // 8) + n // 8, n % 8, 0 * n
-    gate_NT = tl.zeros((ROWS, TOKENS), tl.float32)
-    up_NT = tl.zeros((ROWS, TOKENS), tl.float32)
-    for step in range(PARTS * (PART // 64)):
-        record, inside = _record(expert, tile, step // (PART // 64), TILES, PARTS, True), step % (PART // 64)
-        x_KT = tl.load(x_at + step * 64)
-        gate_NT = tl.dot(_weights(words, halves, octets, record, inside, g, zero, KIND, PART), x_KT, gate_NT)
-        up_NT = tl.dot(_weights(words, halves, octets, record, inside, g, zero + 1, KIND, PART), x_KT, up_NT)
-    if KIND == "NVFP4":
-        record = _record(expert, tile, 0, TILES, PARTS, True)
-        gate_NT *= _matrix_scale(floats, record, zero, PART)[:, None]
-        up_NT *= _matrix_scale(floats, record, zero + 1, PART)[:, None]
-    h_NT = gate_NT / (1.0 + tl.exp(-gate_NT)) * up_NT
-    h_NT = h_NT.to(tl.bfloat16) if KIND == "BF16" else _clamped(h_NT * H_SCALE)
-    real = (pair >= 0) & (t < count)
-    tl.store(h + row[None, :] * HIDDEN + (block * ROWS + n)[:, None], h_NT, mask=real[None, :])
-
-
-@triton.jit
-def _down(h, words, halves, octets, floats, columns, tiles, y, KIND: tl.constexpr, TILES: tl.constexpr,
-          PARTS: tl.constexpr, PART: tl.constexpr, HIDDEN: tl.constexpr, TURNS: tl.constexpr, TOKENS: tl.constexpr,
-          ROWS: tl.constexpr, H_SCALE: tl.constexpr):  # fmt: skip
-    """y bf16 [pairs, 16 TILES]: each pair's row, times its weight; of 16 outputs, g and g + 8 are adjacent."""
-    expert, block, first, count = _tile(tiles, TURNS, TOKENS, 16 * TILES // ROWS)
-    if count <= 0:
-        return
-    t, n, k = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, 64)
-    row = first + tl.minimum(t, count - 1).to(tl.int64)
-    pair = tl.load(columns + 2 * row)
-    weight = tl.load(columns + 2 * row + 1, mask=pair >= 0, other=0).to(tl.float32, bitcast=True)
+def _h_at(h, columns, first, count, bunch: tl.constexpr, HIDDEN: tl.constexpr, T: tl.constexpr):
     # Rows without a pair, fewer than 8 at an expert's end, were not written. The first row of a program has a pair.
-    h_at = h + tl.where(pair >= 0, row, first)[None, :] * HIDDEN + k[:, None]
-    tile, g, r = block * (ROWS // 16) + n // 16, n % 16 // 2, n % 2
-    y_NT = tl.zeros((ROWS, TOKENS), tl.float32)
-    for step in range(HIDDEN // 64):
-        record, inside = _record(expert, tile, step // (PART // 64), TILES, PARTS, False), step % (PART // 64)
-        h_KT = tl.load(h_at + step * 64)
-        y_NT = tl.dot(_weights(words, halves, octets, record, inside, g, r, KIND, PART), h_KT, y_NT)
+    row, pair, _ = _rows(columns, first, count, bunch, T)
+    return h + tl.where(pair >= 0, row, first)[None, :] * HIDDEN + tl.arange(0, 64)[:, None]
+
+
+@triton.jit
+def _store_y(sum_NT, scale, y_at, columns, first, count, bunch: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+             T: tl.constexpr):  # fmt: skip
+    """y_at: pointers to the values [N] of pair 0."""
+    row, pair, real = _rows(columns, first, count, bunch, T)
+    weight = tl.load(columns + 2 * row + 1).to(tl.float32, bitcast=True)
+    y_NT = (sum_NT * (weight * scale)[None, :]).to(tl.bfloat16)
+    y_NT = tl.reshape(tl.permute(tl.reshape(y_NT, [N // 16, 2, 8, T]), 0, 2, 1, 3), [N, T])
+    tl.store(y_at[:, None] + pair.to(tl.int64)[None, :] * WIDTH, y_NT, mask=real[None, :])
+
+
+@triton.jit
+def _down_tile(h, words, halves, floats, columns, y, expert, block, first, count, KIND: tl.constexpr,
+               TILES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, HIDDEN: tl.constexpr, T: tl.constexpr,
+               N: tl.constexpr, H_SCALE: tl.constexpr, BUNCHES: tl.constexpr):  # fmt: skip
+    tile = block * (N // 16) + tl.arange(0, N // 16)
+    record = (expert * (TILES // 4) + tile // 4) * (4 * PARTS) + tile % 4
+    at_0 = _h_at(h, columns, first, count, 0, HIDDEN, T)
+    at_1 = _h_at(h, columns, first, count, 1, HIDDEN, T) if BUNCHES > 1 else at_0
+    at_2 = _h_at(h, columns, first, count, 2, HIDDEN, T) if BUNCHES > 2 else at_0
+    sum_0, sum_1, sum_2 = _products(at_0, at_1, at_2, words, halves, record, KIND, PARTS, PART, 4, N, T, BUNCHES)
+    scale = 1.0 if KIND == "BF16" else 1.0 / H_SCALE
     if KIND == "NVFP4":
-        y_NT *= _matrix_scale(floats, _record(expert, tile, 0, TILES, PARTS, False), r, PART)[:, None]
-    y_NT *= (weight if KIND == "BF16" else weight / H_SCALE)[None, :]
-    real = (pair >= 0) & (t < count)
-    y_at = y + pair.to(tl.int64)[None, :] * (16 * TILES) + (block * ROWS + n)[:, None]
-    tl.store(y_at, y_NT.to(tl.bfloat16), mask=real[None, :])
+        scale *= _matrix_scale(floats, expert * TILES * PARTS, 0, PART)
+    y_at = y + block * N + tl.arange(0, N)
+    _store_y(sum_0, scale, y_at, columns, first, count, 0, 16 * TILES, N, T)
+    if BUNCHES > 1:
+        _store_y(sum_1, scale, y_at, columns, first, count, 1, 16 * TILES, N, T)
+    if BUNCHES > 2:
+        _store_y(sum_2, scale, y_at, columns, first, count, 2, 16 * TILES, N, T)
+
+
+@triton.jit
+def _down(h, words, halves, floats, columns, tiles, y, KIND: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr,
+          PART: tl.constexpr, HIDDEN: tl.constexpr, T: tl.constexpr, N: tl.constexpr, H_SCALE: tl.constexpr,
+          BUNCHES: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
+    """y bf16 [pairs, 16 TILES]: each pair's row, times its weight; of 16 outputs, g and g + 8 are adjacent."""
+    expert, block, first, count = _tile(tiles, TURNS, BUNCHES * T, 16 * TILES // N)
+    if count <= 0:
+        return
+    if (BUNCHES > 2) & (count > 2 * T):
+        _down_tile(h, words, halves, floats, columns, y, expert, block, first, count, KIND, TILES, PARTS, PART, HIDDEN,
+                   T, N, H_SCALE, 3)  # fmt: skip
+    elif (BUNCHES > 1) & (count > T):
+        _down_tile(h, words, halves, floats, columns, y, expert, block, first, count, KIND, TILES, PARTS, PART, HIDDEN,
+                   T, N, H_SCALE, 2)  # fmt: skip
+    else:
+        _down_tile(h, words, halves, floats, columns, y, expert, block, first, count, KIND, TILES, PARTS, PART, HIDDEN,
+                   T, N, H_SCALE, 1)  # fmt: skip
 
 
 def multiply(x_TD: Tensor, ids_TK: Tensor, order: Sorted, up: Records, down: Records, rstd_T: Tensor | None) -> Tensor:
@@ -193,21 +295,25 @@ def multiply(x_TD: Tensor, ids_TK: Tensor, order: Sorted, up: Records, down: Rec
     if not pairs:
         return y
     h = torch.empty(order.columns.shape[0], hidden, dtype=dtype, device=device)
-    convert = {"INPUTS": up.inputs, "WIDTH": up.form.width, "COLUMNS": 1024}
+    convert = {"KIND": up.kind, "INPUTS": up.inputs, "WIDTH": up.form.width, "COLUMNS": 1024}
     _convert[(count, triton.cdiv(up.form.width, 1024))](x_TD, rstd_T, x, x_TD.stride(0), **convert, num_warps=4)
-    tokens = 16 if pairs <= 8 * up.experts else 64
-    turns = WIDEST // tokens
+    tokens, bunches = _bunches(pairs, up.experts)
+    turns = WIDEST // (tokens * bunches)
     tiles = turns * most_tiles(pairs, up.experts)
-    sizes = {"KIND": up.kind, "HIDDEN": hidden, "TURNS": turns, "TOKENS": tokens, "H_SCALE": H_SCALE}
-    sizes |= {"num_warps": 4, "num_stages": 3}
+    sizes = {"KIND": up.kind, "HIDDEN": hidden, "T": tokens, "N": ROWS, "H_SCALE": H_SCALE, "BUNCHES": bunches}
+    sizes |= {"TURNS": turns, "num_warps": 4, "num_stages": STAGES}
     where = order.columns, order.tiles
-    _up[(tiles * (hidden // UP_ROWS),)](
-        *(x, *_views(up), *where, h), CHOSEN=chosen, ROWS=UP_ROWS, **_parts(up.form), **sizes
-    )
-    _down[(tiles * (16 * down.form.tiles // DOWN_ROWS),)](
-        *(h, *_views(down), *where, y), ROWS=DOWN_ROWS, **_parts(down.form), **sizes
-    )
+    _up[(tiles * (hidden // (ROWS // 2)),)](*(x, *_views(up), *where, h), CHOSEN=chosen, **_parts(up.form), **sizes)
+    _down[(tiles * (16 * down.form.tiles // ROWS),)](*(h, *_views(down), *where, y), **_parts(down.form), **sizes)
     return y
+
+
+def _bunches(pairs: int, experts: int) -> tuple[int, int]:
+    """Tokens of a bunch, and at most how many a program multiplies: the fastest on an H200 with Kimi K2.6's experts,
+    8, 24 and more tokens for each on average."""
+    if pairs <= 24 * experts:
+        return (16, 1) if pairs <= 8 * experts else (32, 1)
+    return 64, 3
 
 
 def _parts(form: RecordForm) -> dict[str, int]:
@@ -216,5 +322,5 @@ def _parts(form: RecordForm) -> dict[str, int]:
 
 
 def _views(records: Records) -> tuple[Tensor, ...]:
-    """The records as int32, bf16, uint8 and float32."""
-    return tuple(records.data.view(dtype) for dtype in (torch.int32, torch.bfloat16, torch.uint8, torch.float32))
+    """The records as int32, bf16 and float32."""
+    return tuple(records.data.view(dtype) for dtype in (torch.int32, torch.bfloat16, torch.float32))
