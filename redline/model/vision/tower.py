@@ -6,10 +6,12 @@ model card and vLLM's kimi_k25_vit; held to transformers' kimi_k25 by tests/mode
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, interpolate, layer_norm, linear, scaled_dot_product_attention
 
 from redline.errors import CheckpointError
@@ -17,6 +19,12 @@ from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
 
 _EPS = 1e-5  # of the tower's norms
 _THETA = 10_000.0  # of rotary positions and of the time table
+_ORDER = [  # of PyTorch's kernels on a GPU, the fastest first
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class Grid(NamedTuple):
@@ -40,7 +48,7 @@ class Encoding:
     """An item on its way through the blocks: its hidden states, and the number of blocks that have run."""
 
     def __init__(self, grid: Grid, hidden: Tensor, turns: Tensor) -> None:
-        """hidden: [patches, width]. turns: complex64 [patches, 1, head / 2], the rotations of queries and keys."""
+        """hidden: [patches, width]. turns: complex64 [patches, 1, 1, head / 2], the rotations of queries and keys."""
         self.grid = grid
         self.hidden = hidden
         self.turns = turns
@@ -92,9 +100,10 @@ class VisionTower:
     @torch.inference_mode()
     def advance(self, encoding: Encoding, blocks: int) -> None:
         """Runs up to `blocks` further blocks."""
-        for layer in range(encoding.blocks, min(encoding.blocks + blocks, self.config.layers)):
-            self._block(encoding, f"{TOWER}.encoder.blocks.{layer}")
-            encoding.blocks = layer + 1
+        with sdpa_kernel(_ORDER, set_priority=True) if self.device.type == "cuda" else nullcontext():
+            for layer in range(encoding.blocks, min(encoding.blocks + blocks, self.config.layers)):
+                self._block(encoding, f"{TOWER}.encoder.blocks.{layer}")
+                encoding.blocks = layer + 1
 
     @torch.inference_mode()
     def finish(self, encoding: Encoding) -> Tensor:
@@ -111,9 +120,10 @@ class VisionTower:
     def _block(self, encoding: Encoding, at: str) -> None:
         config, hidden = self.config, encoding.hidden
         normed = self._norm(hidden, f"{at}.norm0", _EPS)
-        q, k, v = self._linear(normed, f"{at}.wqkv").view(-1, 3, config.heads, config.head).unbind(1)
-        q, k = (_turned(x, encoding.turns).transpose(0, 1)[None] for x in (q, k))
-        mixed = scaled_dot_product_attention(q, k, v.transpose(0, 1)[None])  # its scale is head^-0.5
+        qkv = self._linear(normed, f"{at}.wqkv").view(-1, 3, config.heads, config.head)
+        qk, v = _turned(qkv[:, :2], encoding.turns), qkv[:, 2].transpose(0, 1)[None]
+        q, k = (x.transpose(0, 1)[None] for x in qk.unbind(1))
+        mixed = scaled_dot_product_attention(q, k, v)  # its scale is head^-0.5
         hidden = hidden + self._linear(mixed[0].transpose(0, 1).flatten(1), f"{at}.wo")
         normed = self._norm(hidden, f"{at}.norm1", _EPS)
         inner = gelu(self._linear(normed, f"{at}.mlp.fc0"), approximate="tanh")
@@ -137,16 +147,16 @@ class VisionTower:
         return places.reshape(grid.patches, -1)
 
     def _turns(self, grid: Grid) -> Tensor:
-        """Unit complex numbers [patches, 1, head / 2]: pairs alternate between column and row, in every frame alike."""
+        """Unit complex numbers [patches, 1, 1, head / 2]: pairs alternate between column and row, in every frame alike."""
         frames, rows, columns = grid
         frequencies = _THETA ** -(torch.arange(0, self.config.head, 4, device=self.device) / self.config.head)
         x = torch.arange(columns, device=self.device).repeat(rows)
         y = torch.arange(rows, device=self.device).repeat_interleave(columns)
         angles = torch.stack([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1).flatten(1)
-        return torch.polar(torch.ones_like(angles), angles).repeat(frames, 1)[:, None]
+        return torch.polar(torch.ones_like(angles), angles).repeat(frames, 1)[:, None, None]
 
 
 def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of a query's or key's values, in float32. x: [patches, heads, head]."""
+    """Rotates neighbouring pairs of values, in float32. x: queries and keys [patches, 2, heads, head]."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
