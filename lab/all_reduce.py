@@ -30,17 +30,17 @@ from torch import Tensor
 from lab.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import ConfigError
-from redline.kernels.hopper.collectives.all_gather import all_gather
-from redline.kernels.hopper.collectives.all_reduce import all_reduce
-from redline.kernels.hopper.collectives.gpu_group import GpuGroup
-from redline.kernels.hopper.collectives.rank_links import ATTENTION, EXPERTS, RankLinks, Shots, Site
-from redline.kernels.hopper.decode.choose_experts import MOST_TOKENS, choose_experts
-from redline.kernels.hopper.decode.dense import MOST_TOKENS as MOST_SHARED
-from redline.kernels.hopper.decode.experts_down import experts_down
-from redline.kernels.hopper.decode.project_a import project_a
-from redline.kernels.hopper.decode.project_out import project_out
-from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.cuda.collectives.all_gather import all_gather
+from redline.kernels.cuda.collectives.all_reduce import all_reduce
+from redline.kernels.cuda.collectives.gpu_group import GpuGroup
+from redline.kernels.cuda.collectives.rank_links import ATTENTION, EXPERTS, RankLinks, Shots, Site
+from redline.kernels.cuda.decode.choose_experts import MOST_TOKENS, choose_experts
+from redline.kernels.cuda.decode.dense import MOST_TOKENS as MOST_SHARED
+from redline.kernels.cuda.decode.experts_down import experts_down
+from redline.kernels.cuda.decode.project_a import project_a
+from redline.kernels.cuda.decode.project_out import project_out
+from redline.kernels.cuda.layouts.records import Records, Slabs, random_experts
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 

@@ -422,7 +422,7 @@ EXTRAS = {
     "opentelemetry",
 }
 TRITON = (
-    ROOT / "redline" / "kernels" / "hopper" / "triton"
+    ROOT / "redline" / "kernels" / "cuda" / "triton"
 )  # comes with torch for CUDA; imported when a GPU's op is called
 
 
@@ -470,7 +470,7 @@ def test_what_is_looked_for_before_a_worker_is_started_are_run_time_parts():
 
 def test_a_wheel_has_the_folders_of_kernels_and_no_module_of_it_imports_the_tests():
     packages = find_namespace_packages(str(ROOT), **PROJECT["tool"]["setuptools"]["packages"]["find"])
-    assert {"redline.kernels.hopper", "redline.kernels.hopper.blocks", "redline.kernels.cpu.core"} <= set(packages)
+    assert {"redline.kernels.cuda", "redline.kernels.cuda.blocks", "redline.kernels.cpu.core"} <= set(packages)
     shipped = (ROOT / "redline").rglob("*.py")
     assert not [path for path in shipped if any(name.split(".")[0] == "tests" for name in imported(path))]
 

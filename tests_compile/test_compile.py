@@ -8,7 +8,7 @@ from rich.console import Console
 from redline.cli.kernels import BuildFlags
 from redline.cli.kernels_build import run
 from redline.kernels.cpu import native
-from redline.kernels.hopper.chips import CHIPS
+from redline.kernels.cuda.chips import CHIPS
 
 
 @pytest.fixture(scope="module")

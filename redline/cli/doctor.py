@@ -16,7 +16,7 @@ from redline.disk import human
 from redline.errors import CheckpointError, ConfigError
 from redline.folder import check_drafter
 from redline.kernels.cpu import native
-from redline.kernels.hopper.kernel import why_not
+from redline.kernels.cuda.kernel import why_not
 from redline.kernels.rates import WORKING_SET_BYTES
 from redline.media.rules import ImageRules
 from redline.model.eagle3.config import Eagle3Config

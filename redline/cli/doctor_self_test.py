@@ -12,7 +12,7 @@ from redline.bench.verify.self_test import SelfTest, self_test
 from redline.cli.console import save_result, say
 from redline.disk import check_output
 from redline.errors import ConfigError
-from redline.kernels.hopper.kernel import why_not
+from redline.kernels.cuda.kernel import why_not
 from redline.progress import Working
 
 NAMED = 20  # maximum number of failures printed; the report has all

@@ -15,10 +15,10 @@ from redline.cli.console import say
 from redline.cli.kernels import BuildFlags
 from redline.disk import check_output, save
 from redline.errors import ConfigError
-from redline.kernels.hopper import driver
-from redline.kernels.hopper.chips import CHIPS, Chip
-from redline.kernels.hopper.compile_ahead import Compiled, compile_for
-from redline.kernels.hopper.kernel import why_not
+from redline.kernels.cuda import driver
+from redline.kernels.cuda.chips import CHIPS, Chip
+from redline.kernels.cuda.compile_ahead import Compiled, compile_for
+from redline.kernels.cuda.kernel import why_not
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
@@ -83,7 +83,7 @@ def _chip(arch: str | None) -> Chip:
 
 def _rows(made: Sequence[Compiled]) -> list[dict[str, Any]]:
     """A row for each kernel."""
-    from redline.kernels.hopper.triton.ahead import resource_usage  # Triton is imported only on use
+    from redline.kernels.cuda.triton.ahead import resource_usage  # Triton is imported only on use
 
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:

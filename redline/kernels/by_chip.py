@@ -3,12 +3,12 @@
 from redline.kernels.cpu import best as cpu_best
 from redline.kernels.cpu import checksum as cpu_checksum
 from redline.kernels.cpu import linear as cpu_linear
-from redline.kernels.hopper import checksum as hopper_checksum
-from redline.kernels.hopper import linear as hopper_linear
-from redline.kernels.hopper.step import best as hopper_best
+from redline.kernels.cuda import checksum as cuda_checksum
+from redline.kernels.cuda import linear as cuda_linear
+from redline.kernels.cuda.step import best as cuda_best
 from redline.kernels.kernel import ByChip
 
-best = ByChip(cpu_best.best, hopper_best.best)
-checksum = ByChip(cpu_checksum.checksum, hopper_checksum.checksum)
-checksums = ByChip(cpu_checksum.checksums, hopper_checksum.checksums)
-linear = ByChip(cpu_linear.linear, hopper_linear.linear)
+best = ByChip(cpu_best.best, cuda_best.best)
+checksum = ByChip(cpu_checksum.checksum, cuda_checksum.checksum)
+checksums = ByChip(cpu_checksum.checksums, cuda_checksum.checksums)
+linear = ByChip(cpu_linear.linear, cuda_linear.linear)

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.hopper.kernel import has_kernels
+from redline.kernels.cuda.kernel import has_kernels
 from redline.ops.op import Op
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class Kernel(Generic[P, A, R]):
 
     op: Op[P, A, R]
     run: Callable[..., R]
-    chip: Literal["cpu", "hopper"]
+    chip: Literal["cpu", "cuda"]
     fits: Callable[[A], bool] = _always
     lay_out: Callable[[A], A] = _as_they_are
 
@@ -62,7 +62,7 @@ class Kernel(Generic[P, A, R]):
         """Whether this chip's kernels are available for tensors like this one."""
         if getattr(_meaning, "only", False):
             return False
-        if self.chip == "hopper":
+        if self.chip == "cuda":
             return has_kernels(x.device)
         return not x.is_cuda and native.library() is not None
 
@@ -72,7 +72,7 @@ class ByChip(Generic[P, A, R]):
     """One op's kernels for both chips: a call runs the one of the chip that holds the tensors."""
 
     cpu: Kernel[P, A, R]
-    hopper: Kernel[P, A, R]
+    cuda: Kernel[P, A, R]
 
     @property
     def op(self) -> Op[P, A, R]:
@@ -82,8 +82,8 @@ class ByChip(Generic[P, A, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of the kernel of the first tensor's chip; takes the fields of the op's record."""
         x = args[0]
-        on_hopper = isinstance(x, Tensor) and has_kernels(x.device)
-        return (self.hopper if on_hopper else self.cpu)(*args, **kwargs)
+        on_gpu = isinstance(x, Tensor) and has_kernels(x.device)
+        return (self.cuda if on_gpu else self.cpu)(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, divided by their sum + 1e-20,
 times the scale (DeepSeek-V3's noaux_tc). With several groups of E / G experts, only the experts of the best groups may
 be chosen; a group's score is the sum of its two largest s + bias. In float32. A GPU routes from logits that `gates` or
-a matrix product made (`kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens), and
+a matrix product made (`kernels/cuda/decode/choose_experts.py`, and `kernels/cuda/block.py` for many tokens), and
 has one group.
 """
 

@@ -26,7 +26,7 @@ MAX_SCALING = (0,)
 SEARCHED = (0, -1, 1, 5, 4, 6, 3, 2)
 WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # with unequal input weights, -2 and 7 are best more often
 BLOCKS_CPU = 4096  # processed together: 256 KiB of float32, so that all of it stays in a core's own cache
-BLOCKS_GPU = 1 << 20  # for unequal input weights; otherwise one kernel does it all (`kernels.hopper.triton.nvfp4`)
+BLOCKS_GPU = 1 << 20  # for unequal input weights; otherwise one kernel does it all (`kernels.cuda.triton.nvfp4`)
 _LARGEST_BYTE = 126  # e4m3's 448; 127 is NaN
 
 
@@ -116,7 +116,7 @@ def round_all(weights: Sequence[Tensor], scale: float, offsets: Sequence[int]) -
     """`round_nvfp4` for each weight, with a single GPU synchronization."""
     if not all(weight.is_cuda for weight in weights):
         return [round_nvfp4(weight, scale, offsets) for weight in weights]
-    from redline.kernels.hopper.triton import nvfp4 as gpu
+    from redline.kernels.cuda.triton import nvfp4 as gpu
 
     begun = [gpu.round_nvfp4(weight, scale, offsets) for weight in weights]
     return [_result(codes, scales, scale, gpu.totals(sums)) for codes, scales, sums in begun]

@@ -27,6 +27,6 @@ def dense(checkpoint: Checkpoint, weight: CheckpointWeight, device: torch.device
 def _dequantized(weight: Int4) -> Tensor:
     if not weight.packed.is_cuda:
         return weight.dequantize()
-    from redline.kernels.hopper.triton.nvfp4 import dequantize_int4
+    from redline.kernels.cuda.triton.nvfp4 import dequantize_int4
 
     return dequantize_int4(weight)

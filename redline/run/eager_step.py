@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redline.errors import WorkerLost
 from redline.kernels.cpu.blocks.transformer import TransformerOutput
-from redline.kernels.hopper.faults import is_device_error
+from redline.kernels.cuda.faults import is_device_error
 from redline.messages.job import Sampling
 from redline.messages.step import Begin, RowResult, Step, StepResult, TokenLogprobs
 from redline.model.k2.cpu import K2

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.hopper.step.adjust import LogitAdjustments
-from redline.kernels.hopper.step.step_rows import MOST_STEP
+from redline.kernels.cuda.step.adjust import LogitAdjustments
+from redline.kernels.cuda.step.step_rows import MOST_STEP
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3Config

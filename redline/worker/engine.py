@@ -27,15 +27,15 @@ from redline.chat.vocabulary import grammar_tokens
 from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
+from redline.kernels.cuda.chips import chip, use_portable_kernels
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
-from redline.kernels.hopper.chips import chip, use_portable_kernels
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
 from redline.messages.job import Abort, Job, JobId
 from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
-from redline.model.eagle3.hopper import check as check_drafter
+from redline.model.eagle3.cuda import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2

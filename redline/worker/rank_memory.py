@@ -115,7 +115,7 @@ class RankMemory:
 
 def peer_gpu(device: torch.device) -> GpuDriver:
     """This process's GPU."""
-    from redline.kernels.hopper.peers import PeerGpu
+    from redline.kernels.cuda.peers import PeerGpu
 
     return PeerGpu(device)
 

@@ -31,8 +31,8 @@ from redline import clock
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
 from redline.kernels.cpu.all_reduce import SharedMemoryGroup
+from redline.kernels.cuda.collectives.gpu_group import GpuGroup
 from redline.kernels.group import Group
-from redline.kernels.hopper.collectives.gpu_group import GpuGroup
 from redline.messages.channel import SocketOutbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.handoff import Piece

@@ -110,7 +110,7 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     if host == name:
         return found
     if device.type == "cuda":
-        from redline.kernels.hopper.peers import PeerGpu
+        from redline.kernels.cuda.peers import PeerGpu
 
         try:
             chip = PeerGpu(device)
@@ -125,7 +125,7 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
 def _over_nixl(device: torch.device) -> list[Carrier]:
     """From GPU to GPU, with host to host as the fallback: for workers without GPU memory over NIXL, or NIXL without
     CUDA."""
-    from redline.kernels.hopper.peers import PeerGpu
+    from redline.kernels.cuda.peers import PeerGpu
     from redline.transport.nixl import NixlTransport
 
     found = [Carrier("nixl", NixlTransport(), PinnedParcels(device), PEER_SHARE)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from redline import clock
 from redline.errors import WorkerLost
-from redline.kernels.hopper.faults import is_device_error
+from redline.kernels.cuda.faults import is_device_error
 from redline.messages.delta import Delta
 from redline.messages.step import RowResult, Step, StepResult
 from redline.run.layer_marks import Meanwhile

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from redline.kernels.cpu import native
-from redline.kernels.hopper import driver
-from redline.kernels.hopper.kernel import launched_by
+from redline.kernels.cuda import driver
+from redline.kernels.cuda.kernel import launched_by
 from redline.kernels.record import ArgumentStruct, layout_check
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Runs the whole grid, block by block, with a different order of threads and copies each time.
 
-    Takes the arguments of a `hopper.kernel.Launch`. Raises RuntimeError with the kernel's fault, and if there is no
+    Takes the arguments of a `cuda.kernel.Launch`. Raises RuntimeError with the kernel's fault, and if there is no
     compiler or the source does not compile.
     """
     message = ctypes.create_string_buffer(400)

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from redline.kernels.all import CPU, HOPPER
-from redline.kernels.hopper.decode.gates import gates
-from redline.kernels.hopper.step.step_rows import step_rows
+from redline.kernels.all import CPU, CUDA
+from redline.kernels.cuda.decode.gates import gates
+from redline.kernels.cuda.step.step_rows import step_rows
 from redline.kernels.kernel import references
 from redline.model.eagle3.one_call import draft_chain, draft_fuse, draft_pass
 from redline.model.k2.one_call import transformer
 from redline.ops.moe import moe
 from redline.ops.op import Case, Op
 
-OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)))
+OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *CUDA, transformer, draft_fuse, draft_pass, draft_chain)))
 
 # Weights stored in tiles, with padding that is multiplied too. Kimi's sizes have no padding; those of Kimi-Nano and of
 # these tests do.

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.all import CPU, HOPPER
+from redline.kernels.all import CPU, CUDA
 from redline.kernels.kernel import Kernel
 from redline.model.eagle3.one_call import draft_chain, draft_fuse, draft_pass
 from redline.model.k2.one_call import transformer
 
-KERNELS = (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)
+KERNELS = (*CPU, *CUDA, transformer, draft_fuse, draft_pass, draft_chain)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from redline.bench.verify.law_1 import errors_of, on_device
-from redline.kernels.all import HOPPER
-from redline.kernels.hopper.chips import use_portable_kernels
-from redline.kernels.hopper.decode.attend import attend
-from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
-from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.all import CUDA
+from redline.kernels.cuda.chips import use_portable_kernels
+from redline.kernels.cuda.decode.attend import attend
+from redline.kernels.cuda.prefill.chunk_attention import attend_chunks
+from redline.kernels.cuda.prefill.grouped import grouped_experts
 from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
@@ -28,9 +28,9 @@ from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-CUDA = torch.device("cuda")
+DEVICE = torch.device("cuda")
 CASES = [
-    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in HOPPER for case in kernel.op.cases()
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in CUDA for case in kernel.op.cases()
 ]
 
 errors: dict[str, tuple[float, float, str]] = {}  # op and output -> the error nearest to its limit, the limit, the case
@@ -47,7 +47,7 @@ def how_near() -> Iterator[None]:
 @pytest.mark.parametrize(("kernel", "case"), CASES)
 def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     seed = fresh_seed()
-    found = errors_of(kernel, case, seed, CUDA)
+    found = errors_of(kernel, case, seed, DEVICE)
     for one in found:
         name = f"{one.op}: output {one.output}, {one.dtype}"
         if one.limit:
@@ -103,6 +103,6 @@ def test_attention_of_chunks_behind_prefixes_is_the_reference() -> None:
     given = torch.cat(rows), tables, plane
     attend_chunks(q.float(), w, 0.07, chunks, given[0], tables, plane.float(), want)
     got = got.to(torch.bfloat16)
-    attend_chunks(q.cuda(), on_device(w, CUDA), 0.07, chunks, *on_device(given, CUDA), got)
+    attend_chunks(q.cuda(), on_device(w, DEVICE), 0.07, chunks, *on_device(given, DEVICE), got)
     errors = (got.cpu().float() - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < 3e-2

@@ -14,7 +14,7 @@ import torch
 
 from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
-from redline.kernels.hopper.driver import CudaError
+from redline.kernels.cuda.driver import CudaError
 from redline.messages.channel import MemoryChannel
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.hopper import peers
+from redline.kernels.cuda import peers
 from redline.run.kv import KvPool
 from redline.transport import nixl
 from redline.transport.base import MemoryRange, TransferFailed

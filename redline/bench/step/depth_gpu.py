@@ -14,28 +14,28 @@ from torch import Tensor
 from redline.bench.step.depth import DepthCase, DepthStage, Progress, captured
 from redline.bench.step.depth_fit import DepthMemory
 from redline.kernels.by_chip import best, linear
+from redline.kernels.cuda.block import FEW, MOST_DECODED, GpuBlock
+from redline.kernels.cuda.collectives.rank_links import Linked, RankLinks
+from redline.kernels.cuda.collectives.share_latents import divides
+from redline.kernels.cuda.decode.absorb import absorb
+from redline.kernels.cuda.decode.attend import attend
+from redline.kernels.cuda.decode.choose_experts import Pairs
+from redline.kernels.cuda.decode.embed import embed
+from redline.kernels.cuda.decode.experts_down import experts_down
+from redline.kernels.cuda.decode.experts_up import experts_up
+from redline.kernels.cuda.decode.gates import gates
+from redline.kernels.cuda.decode.pairs_down import pairs_down
+from redline.kernels.cuda.decode.project_a import project_a, shares
+from redline.kernels.cuda.decode.project_out import project_out
+from redline.kernels.cuda.decode.project_q import project_q
+from redline.kernels.cuda.decode.unabsorb import unabsorb
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.block import FEW, MOST_DECODED, GpuBlock
-from redline.kernels.hopper.collectives.rank_links import Linked, RankLinks
-from redline.kernels.hopper.collectives.share_latents import divides
-from redline.kernels.hopper.decode.absorb import absorb
-from redline.kernels.hopper.decode.attend import attend
-from redline.kernels.hopper.decode.choose_experts import Pairs
-from redline.kernels.hopper.decode.embed import embed
-from redline.kernels.hopper.decode.experts_down import experts_down
-from redline.kernels.hopper.decode.experts_up import experts_up
-from redline.kernels.hopper.decode.gates import gates
-from redline.kernels.hopper.decode.pairs_down import pairs_down
-from redline.kernels.hopper.decode.project_a import project_a, shares
-from redline.kernels.hopper.decode.project_out import project_out
-from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
+from redline.model.k2.cuda import GpuK2
 from redline.model.k2.forced_routing import draw
-from redline.model.k2.hopper import GpuK2
-from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.random_gpu import random_gpu_k2
 from redline.ops.op import Cost
 
 CUDA = torch.device("cuda")

@@ -17,19 +17,19 @@ from torch import Tensor
 
 from redline.bench.step.depth import times_of
 from redline.errors import RedlineError
+from redline.kernels.cuda.block import LISTED, GpuBlock, prefill_block
+from redline.kernels.cuda.layouts.tiled import TILE_N, Tiled, padded
+from redline.kernels.cuda.linear import product
+from redline.kernels.cuda.prefill import stream as streams
+from redline.kernels.cuda.prefill.chunk_attention import attend_chunks
+from redline.kernels.cuda.prefill.grouped import grouped_experts
+from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.cuda.prefill.stream import PromptStream
 from redline.kernels.group import ALONE, Group, all_reduce_min
-from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
-from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
-from redline.kernels.hopper.linear import product
-from redline.kernels.hopper.prefill import stream as streams
-from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
-from redline.kernels.hopper.prefill.grouped import grouped_experts
-from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
-from redline.kernels.hopper.prefill.stream import PromptStream
 from redline.kernels.inputs import Chunk, Inputs
 from redline.messages.base import Record
 from redline.messages.job import PAGE_TOKENS
-from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.random_gpu import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import part_of
 

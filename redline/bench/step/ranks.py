@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from redline.errors import ConfigError, RankLost
+from redline.kernels.cuda.collectives.gpu_group import GpuGroup
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.collectives.gpu_group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import check_ranks, rooms_of
 

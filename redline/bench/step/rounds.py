@@ -20,7 +20,7 @@ from torch import Tensor
 from redline import clock
 from redline.bench.step.depth import WARM_UP, DepthCase, TimeMark
 from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
-from redline.kernels.hopper.step.step_rows import (
+from redline.kernels.cuda.step.step_rows import (
     ASKED,
     BY_DRAFTER,
     CELLS,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
+from redline.kernels.cuda.decode.choose_experts import RouterChoice, choose_experts
 from redline.kernels.kernel import Kernel
 from redline.messages.base import Record
 from redline.ops.op import Case, Op, limit_of

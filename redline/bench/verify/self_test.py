@@ -17,9 +17,9 @@ from redline.bench.record import provenance
 from redline.bench.step.depth_record import DepthRecord
 from redline.bench.step.op_times import LAYERS, StepTimer
 from redline.bench.verify.law_1 import NOT_A_NUMBER, OutputDistance, arguments, errors_of
-from redline.kernels.all import HOPPER
-from redline.kernels.hopper.chips import chip
-from redline.kernels.hopper.compile_ahead import compile_for
+from redline.kernels.all import CUDA
+from redline.kernels.cuda.chips import chip
+from redline.kernels.cuda.compile_ahead import compile_for
 from redline.kernels.kernel import Kernel
 from redline.messages.base import Record
 from redline.ops.op import Case, PeakRates
@@ -120,7 +120,7 @@ def _times(device: torch.device, rates: PeakRates, working: Working) -> tuple[li
 
 def all_cases() -> Cases:
     """Law 1's cases of all GPU kernels, those with Kimi's sizes among them."""
-    return [(kernel, case) for kernel in HOPPER for case in kernel.op.cases()]
+    return [(kernel, case) for kernel in CUDA for case in kernel.op.cases()]
 
 
 def compile_cases(cases: Cases, seed: int, device: torch.device, working: Working) -> None:

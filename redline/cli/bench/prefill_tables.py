@@ -14,8 +14,8 @@ from redline.cli.bench.steps import PrefillFlags
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
+from redline.kernels.cuda.kernel import has_kernels, why_not
 from redline.kernels.group import Group
-from redline.kernels.hopper.kernel import has_kernels, why_not
 from redline.progress import Working
 from redline.worker.engine import pick_device
 

@@ -29,14 +29,14 @@ from redline.cli.bench.step_tables import (
 )
 from redline.cli.console import rate, say
 from redline.errors import ConfigError
+from redline.kernels.cuda.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.kernels.group import Group
-from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.messages.base import Record
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
-from redline.model.k2.hopper import most_decoded
+from redline.model.k2.cuda import most_decoded
 from redline.model.k2.random_weights import random_k2
 from redline.ops.op import PeakRates
 from redline.policy.synthetic import GOLDEN, rates_of, read_acceptance

@@ -25,8 +25,8 @@ from redline.cli.console import rate, save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
+from redline.kernels.cuda.kernel import has_kernels, why_not
 from redline.kernels.group import Group
-from redline.kernels.hopper.kernel import has_kernels, why_not
 from redline.messages.base import Record
 from redline.messages.job import PAGE_TOKENS
 from redline.model.k2.checkpoint import Checkpoint

@@ -21,12 +21,12 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor, nn
 
 from redline.kernels.by_chip import best
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
+from redline.model.eagle3.cuda import GpuServed
 from redline.model.eagle3.file import read_tensors, stored_tensors
 from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
-from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
 from redline.model.k2.config import K2Config

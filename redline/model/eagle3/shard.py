@@ -6,7 +6,7 @@ layer is replicated: a pass with only one all-reduce would use the same site twi
 On a CPU every rank has the whole drafter.
 """
 
-from redline.kernels.hopper.decode.gates import HALF
+from redline.kernels.cuda.decode.gates import HALF
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.shard import ROW_WORDS
 

@@ -17,8 +17,8 @@ from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.blocks.transformer import Transformer, TransformerArgs, TransformerOutput
 from redline.kernels.cpu.panels import Matrix, Stack, above_one_another
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint, Projection
 from redline.model.k2.config import K2Config

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from redline.kernels.cuda import kernel
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper import kernel
-from redline.model.k2 import cpu, hopper
+from redline.model.k2 import cpu, cuda
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 
@@ -21,14 +21,14 @@ def load(checkpoint: Checkpoint, device: torch.device, group: Group = ALONE) -> 
     CheckpointError if a norm or the router contains a number that is not finite.
     """
     if why_not(checkpoint.config, device) is None:
-        return hopper.load(checkpoint, device, group=group)
+        return cuda.load(checkpoint, device, group=group)
     return cpu.load(checkpoint, device, group=group)
 
 
 def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embedding_VD: Tensor) -> cpu.K2:
     """One layer of a checkpoint as a model, of the same class as in `load`; see `cpu.load_layer`."""
     own = why_not(checkpoint.config, device) is None
-    return (hopper if own else cpu).load_layer(checkpoint, device, layer, embedding_VD)
+    return (cuda if own else cpu).load_layer(checkpoint, device, layer, embedding_VD)
 
 
 def why_not(config: K2Config, device: torch.device) -> str | None:

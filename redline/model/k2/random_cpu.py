@@ -1,4 +1,4 @@
-"""A K2 of any size with random weights on a CPU, for speed measurements; the GPU counterpart is `random_hopper`.
+"""A K2 of any size with random weights on a CPU, for speed measurements; the GPU counterpart is `random_gpu`.
 
 Several layers of the model may share one layer in memory (`place`).
 """

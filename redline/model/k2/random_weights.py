@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from redline.errors import ConfigError
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
+from redline.model.k2.cuda import GpuK2
 from redline.model.k2.forced_routing import draw
-from redline.model.k2.hopper import GpuK2
 from redline.model.k2.load import why_not
 from redline.model.k2.random_cpu import random_cpu_k2
-from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.random_gpu import random_gpu_k2
 
 Progress = Callable[[int, int], object]  # (layers made, layers to make)
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from redline.errors import ConfigError
-from redline.kernels.hopper.collectives.rank_links import Rooms
-from redline.kernels.hopper.collectives.rank_links import rooms_of as rooms_of_sizes
-from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.kernels.cuda.collectives.rank_links import Rooms
+from redline.kernels.cuda.collectives.rank_links import rooms_of as rooms_of_sizes
+from redline.kernels.cuda.layouts.tiled import PAD_K, padded
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 

@@ -1,6 +1,6 @@
 """Suffix matching, a drafter at no cost: proposes the tokens that followed an earlier occurrence of the latest tokens.
 
-This one runs on the host; captured steps match on the device (`kernels/hopper/step/suffix_match.py`).
+This one runs on the host; captured steps match on the device (`kernels/cuda/step/suffix_match.py`).
 
 The last WINDOW tokens of prompt and output are in a ring buffer. Their trigrams hash into a table of heads, and each
 position points to the one before it with the same hash, as in LZ77: appending is O(1), and a collision is harmless,
@@ -10,7 +10,7 @@ since a match is compared token by token before it counts. About 0.4 MB per job.
 from array import array
 from collections.abc import Sequence
 
-from redline.kernels.hopper.step.suffix_match import DEPTH, SHORTEST, WINDOW
+from redline.kernels.cuda.step.suffix_match import DEPTH, SHORTEST, WINDOW
 
 CANDIDATES = 16  # earlier positions to compare, latest first
 

@@ -7,7 +7,7 @@ import torch
 from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.config import K2Config
-from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.random_gpu import random_gpu_k2
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.rehearsal import pieces

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.kernels.hopper.compile_ahead import compile_ahead
-from redline.kernels.hopper.faults import is_device_error
-from redline.kernels.hopper.step.adjust import IN_PROMPT, MOST_BIASES, MOST_STOPS
-from redline.kernels.hopper.step.step_rows import (
+from redline.kernels.cuda.compile_ahead import compile_ahead
+from redline.kernels.cuda.faults import is_device_error
+from redline.kernels.cuda.step.adjust import IN_PROMPT, MOST_BIASES, MOST_STOPS
+from redline.kernels.cuda.step.step_rows import (
     ADJUSTED,
     ALTERED,
     ASKED,
@@ -54,7 +54,7 @@ from redline.kernels.hopper.step.step_rows import (
     SLOT_FACTS,
     TOKENS,
 )
-from redline.kernels.hopper.step.suffix_match import SHORTEST
+from redline.kernels.cuda.step.suffix_match import SHORTEST
 from redline.messages.job import PAGE_TOKENS, Sampling
 from redline.messages.step import CapturedShapes, Drafter, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 from redline.ops.draws import signed
@@ -603,7 +603,7 @@ _DOUBLES, _BITS = struct.Struct(f"{len(ODDS)}d"), struct.Struct(f"{len(ODDS)}q")
 
 
 def _facts(slot: Slot) -> tuple[int, ...]:
-    """A slot's sampling parameters as integers, in the order of `kernels.hopper.step.step_rows`."""
+    """A slot's sampling parameters as integers, in the order of `kernels.cuda.step.step_rows`."""
     sampling = slot.sampling
     if is_greedy(sampling):
         sampling = msgspec.structs.replace(sampling, temperature=0.0)
@@ -611,7 +611,7 @@ def _facts(slot: Slot) -> tuple[int, ...]:
 
 
 def _wishes(slot: Slot) -> tuple[list[int], list[float]]:
-    """A slot's logit adjustments, in the columns of `kernels.hopper.step.adjust`."""
+    """A slot's logit adjustments, in the columns of `kernels.cuda.step.adjust`."""
     sampling = slot.sampling
     biased, biases = [token for token, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
     missing, stops = MOST_BIASES - len(biased), list(sampling.stop_ids if sampling.min_tokens else ())

@@ -4,8 +4,8 @@ slots.
 Only the device knows the current state of a slot: its tokens, length and drafts. Forward runs the last token and the
 drafts, settle keeps the accepted tokens, and the drafter's passes write the drafts that the next step verifies. So the
 next step can be launched before this one has ended, without any wait on the host. Everything here can be captured in a
-CUDA graph (`graph_recorder.py`). Contents of a plan and a result: `kernels.hopper.step.step_rows`. Logit
-adjustments of a row, and the masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
+CUDA graph (`graph_recorder.py`). Contents of a plan and a result: `kernels.cuda.step.step_rows`. Logit
+adjustments of a row, and the masks that the host may write between forward and settle: `kernels.cuda.step.adjust`.
 
 B rows of a shape, K positions of each, T = B K, D hidden, V vocabulary.
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best
-from redline.kernels.hopper.step.adjust import LogitAdjustments, adjust, count_tokens
-from redline.kernels.hopper.step.best import counters
-from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
-from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.step_rows import (
+from redline.kernels.cuda.step.adjust import LogitAdjustments, adjust, count_tokens
+from redline.kernels.cuda.step.best import counters
+from redline.kernels.cuda.step.keep_drafts import NextRows, keep_drafts
+from redline.kernels.cuda.step.read_rows import read_rows
+from redline.kernels.cuda.step.step_rows import (
     ALTERED,
     BEFORE,
     COLUMNS,
@@ -37,8 +37,8 @@ from redline.kernels.hopper.step.step_rows import (
     SlotTensors,
     step_rows,
 )
-from redline.kernels.hopper.step.suffix_match import suffix_match
-from redline.kernels.hopper.step.verify_drafts import shares_of, verify_drafts
+from redline.kernels.cuda.step.suffix_match import suffix_match
+from redline.kernels.cuda.step.verify_drafts import shares_of, verify_drafts
 from redline.kernels.inputs import Inputs
 from redline.messages.step import Shape
 from redline.model.eagle3.module import Eagle3

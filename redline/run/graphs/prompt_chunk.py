@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
+from redline.kernels.cuda.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Row, RowResult, Shape, Step, StepResult
 from redline.run.drafting.learned import SlotDrafters

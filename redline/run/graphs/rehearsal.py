@@ -12,7 +12,7 @@ import torch
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
-from redline.model.k2.hopper import GpuK2
+from redline.model.k2.cuda import GpuK2
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 
 # Tokens of prompt chunks: matmuls have a kernel for each range of tokens, and the library's from 513 on.

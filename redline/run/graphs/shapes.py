@@ -3,7 +3,7 @@ the same."""
 
 import itertools
 
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
+from redline.kernels.cuda.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
 from redline.messages.step import Shape
 
 BUCKETS = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, MOST_ROWS

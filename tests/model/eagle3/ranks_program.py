@@ -22,16 +22,16 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     triton_bf16.mend()
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.cuda.collectives.all_gather import all_gather
+from redline.kernels.cuda.collectives.rank_links import MOST_TOKENS, RankLinks, new_control
+from redline.kernels.cuda.layouts.tiled import Tiled
+from redline.kernels.cuda.triton import dense, linear
 from redline.kernels.group import ALONE, Alone, Group
-from redline.kernels.hopper.collectives.all_gather import all_gather
-from redline.kernels.hopper.collectives.rank_links import MOST_TOKENS, RankLinks, new_control
-from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
 from redline.messages.job import PAGE_TOKENS
-from redline.model.eagle3 import hopper
+from redline.model.eagle3 import cuda
 from redline.model.eagle3.config import Eagle3Config
-from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.cuda import GpuServed
 from redline.model.k2.shard import Shard, rooms_of
 from redline.model.k2.write import tiny_config
 from tests.emulator.emulator import emulation
@@ -123,7 +123,7 @@ def run(folder: Path, rank: int) -> None:
     for (name, ranks), given in PASSES.items():
         if ranks in groups:
             # with two ranks, rows are processed in several parts
-            hopper.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS
+            cuda.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS
             drafter = served(CONFIGS[name], states[name], groups[ranks])
             results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
     for group in groups.values():

@@ -13,14 +13,14 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
-from redline.kernels.hopper import linear as products
-from redline.kernels.hopper.decode import grouped
-from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.triton import dense as streamed
-from redline.kernels.hopper.triton import linear
+from redline.kernels.cuda import linear as products
+from redline.kernels.cuda.decode import grouped
+from redline.kernels.cuda.layouts.tiled import Tiled
+from redline.kernels.cuda.triton import dense as streamed
+from redline.kernels.cuda.triton import linear
 from redline.kernels.kernel import fallbacks, references
 from redline.messages.job import PAGE_TOKENS
-from redline.model.eagle3.hopper import GpuServed, check
+from redline.model.eagle3.cuda import GpuServed, check
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.hopper.collectives.rank_links import UNSENT
-from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.triton import dense, linear
+from redline.kernels.cuda.collectives.rank_links import UNSENT
+from redline.kernels.cuda.layouts.tiled import Tiled
+from redline.kernels.cuda.triton import dense, linear
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_ranks, head_ranks, left_out

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import redline.kernels.hopper.decode.attend as attention
+import redline.kernels.cuda.decode.attend as attention
+from redline.kernels.cuda import block, chips
+from redline.kernels.cuda.block import ResidualStream, decode_block
+from redline.kernels.cuda.decode import choose_experts
+from redline.kernels.cuda.decode.attend import AttentionPlan
+from redline.kernels.cuda.decode.embed import embed
+from redline.kernels.cuda.prefill import stream as streams
+from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.cuda.triton import dense as streamed
+from redline.kernels.cuda.triton import linear
 from redline.kernels.group import Group
-from redline.kernels.hopper import block, chips
-from redline.kernels.hopper.block import ResidualStream, decode_block
-from redline.kernels.hopper.decode import choose_experts
-from redline.kernels.hopper.decode.attend import AttentionPlan
-from redline.kernels.hopper.decode.embed import embed
-from redline.kernels.hopper.prefill import stream as streams
-from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
-from redline.kernels.hopper.triton import dense as streamed
-from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import fallbacks
-from redline.model.k2 import cpu, hopper
+from redline.model.k2 import cpu, cuda
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
@@ -48,7 +48,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder: Path = tmp_path_factory.mktemp("nano")
     random_checkpoint(folder, small(), quantization=request.param)
     checkpoint = Checkpoint.open(folder)
-    return hopper.load(checkpoint, DEVICE), cpu.load(checkpoint, CPU)
+    return cuda.load(checkpoint, DEVICE), cpu.load(checkpoint, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_ranks_that_divide_rows_are_the_model(
         want = (*theirs.forward(inputs(theirs, *step), pages, layers), pages)
 
     def work(group: Group) -> tuple[Tensor | None, ...]:
-        ours = hopper.load(checkpoint, CPU, group=group)
+        ours = cuda.load(checkpoint, CPU, group=group)
         pages, references = planes(ours, torch.bfloat16), fallbacks.copy()
         with kernels():
             hidden, features = ours.forward(inputs(ours, *step), pages, layers)
@@ -236,7 +236,7 @@ def agree(
 @pytest.mark.parametrize("step", ["nine rows", "a later chunk"])
 def test_one_layer_by_itself(checkpoint: Checkpoint, layer: int, step: str):
     rows = (0.1 * torch.randn(256, checkpoint.config.hidden_size)).to(torch.bfloat16)
-    ours = hopper.load_layer(checkpoint, DEVICE, layer, rows)
+    ours = cuda.load_layer(checkpoint, DEVICE, layer, rows)
     theirs = cpu.load_layer(checkpoint, CPU, layer, rows)
     with kernels():
         _, features = ours.forward(inputs(ours, *STEPS[step]), planes(ours, torch.bfloat16), (1,))
@@ -268,7 +268,7 @@ def test_no_kernel_of_torch_runs_in_a_block_of_a_decode_step(
 ):
     """From 9 tokens on, each would be an additional launch next to the ten kernels of a block."""
     ours = models[0]
-    assert isinstance(ours, hopper.GpuK2)
+    assert isinstance(ours, cuda.GpuK2)
     step = inputs(ours, (), tuple(i // 4 + 1 for i in range(rows)), tuple(i % 4 for i in range(rows)))
     pages, norm, launch = planes(ours, torch.bfloat16)[0], ours.norm, streamed.launch
 

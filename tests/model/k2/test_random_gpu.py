@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from redline.model.k2.config import Int4Experts, Nvfp4Experts, Quantization, Unquantized
-from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.random_gpu import random_gpu_k2
 from redline.model.k2.shapes import KIMI_NANO
 from tests.tiny_model import CPU
 

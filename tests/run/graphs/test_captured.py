@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
+from redline.kernels.cuda.decode import grouped
+from redline.kernels.cuda.layouts.tiled import Tiled
+from redline.kernels.cuda.step.step_rows import SLOT, SlotTensors
+from redline.kernels.cuda.triton import dense as streamed
+from redline.kernels.cuda.triton import linear
 from redline.kernels.group import Alone
-from redline.kernels.hopper.decode import grouped
-from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
-from redline.kernels.hopper.triton import dense as streamed
-from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
 from redline.messages.channel import MemoryChannel
@@ -32,7 +32,7 @@ from redline.messages.delta import Delta
 from redline.messages.job import OPTIONS, PAGE_TOKENS, Job, PageId, Sampling
 from redline.messages.news import Stop
 from redline.messages.step import Begin, CapturedShapes, Row, Shape, Step
-from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.cuda import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
-from redline.kernels.hopper.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
+from redline.kernels.cuda.step.adjust import ADJUSTED, IN_PROMPT, STOPS, STOPS_FROM, AdjustArgs, adjust, count_tokens
+from redline.kernels.cuda.step.step_rows import ALTERED, BEFORE, NEW, SLOT, TOKENS
 from redline.messages.job import PAGE_TOKENS, Job, PageId, Sampling, options_at
 from redline.messages.sampling_option import SamplingStage
 from redline.messages.step import Begin, Row, Step

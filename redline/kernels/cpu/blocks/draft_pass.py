@@ -24,7 +24,7 @@ from torch import Tensor
 from redline.kernels.cpu import native
 from redline.kernels.cpu.mla import in_panels, kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.record import ArgumentStruct
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights

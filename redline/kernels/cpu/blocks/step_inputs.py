@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.hopper.step.step_rows import StepRows
+from redline.kernels.cuda.step.step_rows import StepRows
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import Kernel
 from redline.kernels.record import ArgumentStruct

@@ -21,7 +21,7 @@ from redline.kernels.cpu import native
 from redline.kernels.cpu.blocks.block import Block, address_of
 from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.kernels.record import ArgumentStruct
 

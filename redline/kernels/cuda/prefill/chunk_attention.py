@@ -1,0 +1,134 @@
+"""Expanded latent attention of prompt chunks on a GPU, with the library's fused attention.        H heads, V value.
+
+A chunk attends to its whole prefix and causally to itself: two calls, merged by their log-sum-exps, for all chunks of a
+step that have as many tokens before them. Chunks at the start of their prompts are batched by similar lengths
+(`mla.prefill_whole`).
+
+On an NVIDIA H200 cuDNN's attention reaches 624 TFLOP/s at 8,192 tokens, 64 heads of 192 and 128, where flash attention
+with padded values reaches 255 and the memory-efficient one 148 (benchmarks/results, docs/log.md).
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from redline.kernels.cuda.layouts.tiled import padded
+from redline.kernels.inputs import Chunk
+from redline.messages.job import PAGE_TOKENS
+from redline.ops.mla import Unfolding, prefill_whole, unfolded
+from redline.ops.staged import staged
+
+FILL = 256  # lengths are padded to multiples of this, since cuDNN makes a new plan for each shape
+TOGETHER = 1 << 14  # tokens of the contexts that one call unfolds: at Kimi's sizes 0.7 GB of keys and values
+_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def attend_chunks(
+    q_THX: Tensor,
+    w: Unfolding,
+    scale: float,
+    chunks: Sequence[Chunk],
+    rows_T: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+) -> None:
+    """Attention of each chunk's tokens over their slot's context; the chunks' own rows are already in their pages.
+
+    q_THX bf16 [T, H, N + P], the last P of each head rotated. rows_T int64 [T]: page * 64 + place. tables int32 [slots,
+    pages per slot]. plane [pages, 64, R + P], any format: converted to q's dtype. Writes out_THV [T, H, V] at the
+    chunks' tokens.
+    """
+    with sdpa_kernel(_ORDER, set_priority=True):
+        whole = [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]
+        if whole:
+            prefill_whole(q_THX, w, scale, whole, rows_T, plane, out_THV)
+        later = tuple(chunk for chunk in chunks if chunk.start)
+        if not q_THX.is_cuda:
+            for chunk in later:
+                rows = slice(chunk.first, chunk.first + chunk.count)
+                out_THV[rows] = _masked(q_THX[rows], w, scale, chunk, tables, plane)
+        elif later:
+            most = min(TOGETHER, tables.shape[1] * PAGE_TOKENS)  # the memory plan has room for a longest context
+            for group in _alike(later, most, q_THX.device):
+                o_CSHV = _behind(q_THX[group.place_CS], w, scale, group, rows_T, tables, plane)
+                out_THV[group.token_R] = o_CSHV.flatten(0, 1)[group.real_R]
+
+
+class _Group(NamedTuple):
+    """C chunks with as many tokens before them, padded to S tokens each; R of these tokens are real, not padding."""
+
+    start: int  # tokens before each chunk
+    slots_C: Tensor  # int64
+    place_CS: Tensor  # int64: indices of the tokens in the step
+    real_R: Tensor  # int64: indices of the real tokens in the flattened [C * S]
+    token_R: Tensor  # int64: their indices in the step
+
+
+@functools.lru_cache(maxsize=2)  # all layers of a step make the same call
+def _alike(chunks: tuple[Chunk, ...], together: int, device: torch.device) -> list[_Group]:
+    """The groups of these chunks. If a group has several, their contexts have at most `together` tokens in sum.
+
+    Requests that share a prefix from the cache begin behind the same number of tokens: one call for 64 of them instead
+    of 64 calls, whose launches the host takes longer for than the GPU.
+    """
+    by_size: dict[tuple[int, int], list[Chunk]] = {}
+    for chunk in chunks:
+        by_size.setdefault((chunk.start, padded(chunk.count, FILL)), []).append(chunk)
+    groups: list[_Group] = []
+    for (start, size), alike in by_size.items():
+        most = 1 << (max(1, together // (start + size)).bit_length() - 1)
+        while alike:  # powers of two, since cuDNN makes a plan for each number of chunks
+            count = min(most, 1 << (len(alike).bit_length() - 1))
+            some, alike = alike[:count], alike[count:]
+            place_CS = np.stack([chunk.first + np.minimum(np.arange(size), chunk.count - 1) for chunk in some])
+            real_R = np.concatenate([line * size + np.arange(chunk.count) for line, chunk in enumerate(some)])
+            slots_C, token_R = np.array([chunk.slot for chunk in some]), place_CS.flatten()[real_R]
+            groups.append(_Group(start, *(staged(x, device) for x in (slots_C, place_CS, real_R, token_R))))
+    return groups
+
+
+def _behind(
+    q_CSHX: Tensor, w: Unfolding, scale: float, group: _Group, rows_T: Tensor, tables: Tensor, plane: Tensor
+) -> Tensor:
+    """-> o [C, S, H, V] of a group of chunks, by the library's attention."""
+    count, width = len(group.slots_C), plane.shape[-1]
+    pages = -(-group.start // PAGE_TOKENS)
+    before_W = plane[tables[group.slots_C, :pages].long()].view(count, -1, width)[:, : group.start]
+    inside = rows_T[group.place_CS]
+    inside_W = plane[inside // PAGE_TOKENS, inside % PAGE_TOKENS]
+    rows_W = torch.cat([before_W, inside_W], 1).to(q_CSHX.dtype)
+    keys, values = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in unfolded(rows_W.flatten(0, 1), w))
+    q = q_CSHX.transpose(1, 2)
+    before = _attention(q, keys[:, :, : group.start], values[:, :, : group.start], scale, causal=False)
+    inside = _attention(q, keys[:, :, group.start :], values[:, :, group.start :], scale, causal=True)
+    return _joined(before, inside).transpose(1, 2).to(q_CSHX.dtype)
+
+
+def _masked(q_CHX: Tensor, w: Unfolding, scale: float, chunk: Chunk, tables: Tensor, plane: Tensor) -> Tensor:
+    """-> o [C, H, V] of a chunk with a prefix, on a CPU."""
+    end = chunk.start + chunk.count
+    pages = -(-end // PAGE_TOKENS)
+    rows_SW = plane[tables[chunk.slot, :pages].long()].flatten(0, 1)[:end].to(q_CHX.dtype)
+    keys, values = (x.transpose(0, 1)[None] for x in unfolded(rows_SW, w))
+    seen = torch.arange(end) <= torch.arange(chunk.start, end)[:, None]
+    q = q_CHX.transpose(0, 1)[None]
+    return torch.nn.functional.scaled_dot_product_attention(q, keys, values, seen, scale=scale)[0].transpose(0, 1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """q [C, H, S, X], keys [C, H, K, X] -> (o [C, H, S, V], log-sum-exp float32 [C, H, S, 1])."""
+    given = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    o, lse = given[0], given[1]
+    return o, lse.reshape(*o.shape[:3], 1).float()
+
+
+def _joined(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    (a_o, a_lse), (b_o, b_lse) = a, b
+    share = torch.sigmoid(a_lse - b_lse)
+    return a_o * share + b_o * (1 - share)
