@@ -285,3 +285,21 @@ def test_law_6_several_ranks_are_one(
         given = answer(engine, asked)
         assert engine.engine.runner.replays > 0, f"no step was replayed; eager: {engine.engine.runner.led}"
     same(asked, given, plain, kv_dtype)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"step_tokens": 64},
+        {"speculation": Learned(drafter=str(DRAFTER), adaptive=False)},
+        pytest.param({"ranks": 2}, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+    ],
+    ids=["chunks", "drafter", "several_ranks"],
+)
+def test_kernels_of_chips_without_wgmma_change_nothing(
+    asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, config: dict[str, object]
+):
+    """Of nano, whose prompts here are long enough for the grouped experts."""
+    with opened(kv_dtype=kv_dtype, kernels="portable", **config) as engine:
+        same(asked, answer(engine, asked), plain, kv_dtype)
+        same(asked, answer(engine, asked, together=False), plain, kv_dtype)
