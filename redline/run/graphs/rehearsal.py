@@ -15,8 +15,9 @@ from redline.messages.step import Shape
 from redline.model.k2.cuda import GpuK2
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 
-# Tokens of prompt chunks: matmuls have a kernel for each range of tokens, and the library's from 513 on.
-CHUNKS = 8, 16, 32, 64, 128, 256, 512, 1024
+# Tokens of prompt chunks: matmuls have a kernel for each range of tokens, and the library's from 513 on; experts without
+# wgmma have another from 24 tokens of an expert on.
+CHUNKS = 8, 16, 32, 64, 128, 256, 512, 1024, 2048
 
 
 def pieces(shared: SharedState, shapes: Sequence[Shape]) -> Iterator[Callable[[], object]]:
