@@ -15,8 +15,8 @@ from redline.messages.step import Shape
 from redline.model.k2.cuda import GpuK2
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 
-# Tokens of prompt chunks: matmuls have a kernel for each range of tokens, and the library's from 513 on; experts without
-# wgmma have another from 24 tokens of an expert on.
+# Tokens of prompt chunks: matmuls have a kernel for each range of tokens, and the library's from 513 on. Experts
+# without wgmma have another kernel from 24 tokens of an expert on.
 CHUNKS = 8, 16, 32, 64, 128, 256, 512, 1024, 2048
 
 

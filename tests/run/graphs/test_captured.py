@@ -692,8 +692,8 @@ def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
     """They neither read values on the host nor have shapes that depend on values: tensors without contents (meta
     tensors) suffice.
     """
+    whole = tiny_model()  # before: all tests share this model, and it keeps the layouts that it was built with
     monkeypatch.setattr("redline.kernels.cpu.native.library", lambda: None)
-    whole = tiny_model()
 
     class Model:
         device, config = whole.device, whole.config
