@@ -1,15 +1,18 @@
 """Expanded latent attention of prompt chunks on a GPU, with the library's fused attention.        H heads, V value.
 
-A chunk attends to its whole prefix and causally to itself: two calls, merged by their log-sum-exps, for all chunks of a
-step that have as many tokens before them. Chunks at the start of their prompts are batched by similar lengths
-(`mla.prefill_whole`).
+A chunk attends causally to itself and the up to FILL - 1 tokens before it, and to its prefix before those in up to four
+pieces: calls merged by their log-sum-exps, for all chunks of a step that have as many tokens before them. Chunks at the
+start of their prompts are batched by similar lengths (`mla.prefill_whole`).
+
+Sizes are few: cuDNN makes a plan for each shape, and PyTorch keeps all of them. A plan takes some 40 ms of the host
+(pytorch/pytorch#191576), so that otherwise each new length of a cached prefix would delay its prompt, and memory grow.
 
 On an NVIDIA H200 cuDNN's attention reaches 624 TFLOP/s at 8,192 tokens, 64 heads of 192 and 128, where flash attention
 with padded values reaches 255 and the memory-efficient one 148 (benchmarks/results, docs/log.md).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +26,7 @@ from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import Unfolding, prefill_whole, unfolded
 from redline.ops.staged import staged
 
-FILL = 256  # lengths are padded to multiples of this, since cuDNN makes a new plan for each shape
+FILL = 256  # lengths of a call's queries and keys are multiples of this
 TOGETHER = 1 << 14  # tokens of the contexts that one call unfolds: at Kimi's sizes 0.7 GB of keys and values
 _ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -79,11 +82,12 @@ def _alike(chunks: tuple[Chunk, ...], together: int, device: torch.device) -> li
     """
     by_size: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
-        by_size.setdefault((chunk.start, padded(chunk.count, FILL)), []).append(chunk)
+        inside = chunk.start % FILL
+        by_size.setdefault((chunk.start, padded(inside + chunk.count, FILL) - inside), []).append(chunk)
     groups: list[_Group] = []
     for (start, size), alike in by_size.items():
         most = 1 << (max(1, together // (start + size)).bit_length() - 1)
-        while alike:  # powers of two, since cuDNN makes a plan for each number of chunks
+        while alike:  # powers of two: few shapes
             count = min(most, 1 << (len(alike).bit_length() - 1))
             some, alike = alike[:count], alike[count:]
             place_CS = np.stack([chunk.first + np.minimum(np.arange(size), chunk.count - 1) for chunk in some])
@@ -104,10 +108,26 @@ def _behind(
     inside_W = plane[inside // PAGE_TOKENS, inside % PAGE_TOKENS]
     rows_W = torch.cat([before_W, inside_W], 1).to(q_CSHX.dtype)
     keys, values = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in unfolded(rows_W.flatten(0, 1), w))
-    q = q_CSHX.transpose(1, 2)
-    before = _attention(q, keys[:, :, : group.start], values[:, :, : group.start], scale, causal=False)
-    inside = _attention(q, keys[:, :, group.start :], values[:, :, group.start :], scale, causal=True)
-    return _joined(before, inside).transpose(1, 2).to(q_CSHX.dtype)
+    unaligned = group.start % FILL  # tokens of the prefix that attend too, with queries of zeros; nothing reads them
+    begin = group.start - unaligned
+    q = (torch.nn.functional.pad(q_CSHX, (0, 0, 0, 0, unaligned, 0)) if unaligned else q_CSHX).transpose(1, 2)
+    o, lse = _attention(q, keys[:, :, begin:], values[:, :, begin:], scale, causal=True)
+    for first, last in _pieces(begin):
+        part = _attention(q, keys[:, :, first:last], values[:, :, first:last], scale, causal=False)
+        o, lse = _joined((o, lse), part)
+    return o[:, :, unaligned:].transpose(1, 2).to(q_CSHX.dtype)
+
+
+def _pieces(length: int) -> Iterator[tuple[int, int]]:
+    """Divides [0, length), a multiple of FILL, into pieces of FILL x (1 to 7) x a power of two: at most 41 sizes up to
+    262,144 tokens, and four pieces."""
+    first = 0
+    while first < length:
+        units = (length - first) // FILL
+        power = max(0, units.bit_length() - 3)
+        last = first + (units >> power << power) * FILL
+        yield first, last
+        first = last
 
 
 def _masked(q_CHX: Tensor, w: Unfolding, scale: float, chunk: Chunk, tables: Tensor, plane: Tensor) -> Tensor:
@@ -128,7 +148,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -
     return o, lse.reshape(*o.shape[:3], 1).float()
 
 
-def _joined(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+def _joined(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     (a_o, a_lse), (b_o, b_lse) = a, b
     share = torch.sigmoid(a_lse - b_lse)
-    return a_o * share + b_o * (1 - share)
+    return a_o * share + b_o * (1 - share), torch.logaddexp(a_lse, b_lse)
