@@ -3,8 +3,8 @@
 """Experts times the tokens that chose them, for many tokens, on chips without wgmma: the two products of
 `prefill/grouped.py`, in its number formats. `tl.dot` becomes the matrix instruction of the chip.
 
-A program multiplies ROWS rows of an expert by up to 3 x TOKENS tokens of a tile (`sort_pairs.py`). Programs of one tile
-are adjacent: they read its tokens, and those of the same rows the same weights, from the L2 cache. The weights are
+A program multiplies N rows of an expert by one to three bunches of T tokens of a tile (`sort_pairs.py`). Programs of a
+tile are adjacent: they read its tokens, and those of the same rows the same weights, from the L2 cache. The weights are
 unpacked in registers from the records of `layouts/records.py`, once for all tokens of the program.
 
 Inputs are in the order in which a lane's values are a matrix instruction's a operand, so no lane needs another's: of 64
@@ -24,8 +24,8 @@ from torch import Tensor
 from redline.kernels.cuda.layouts.records import RecordForm, Records
 from redline.kernels.cuda.prefill.sort_pairs import WIDEST, Sorted, most_tiles
 
-ROWS = 64  # of a program. Every form has a multiple of them
-STAGES = 4  # steps' inputs in shared memory, less one: up to 97 KB
+ROWS = 64  # N of a program. Every form has a multiple of them
+STAGES = 4  # of the ring in shared memory: at most 131 KB, 98 for mma.sync
 H_SCALE = 1 / 16  # f16 h is stored divided by 16, as in grouped.cu
 
 
