@@ -76,10 +76,11 @@ def test_the_calls_have_few_shapes(monkeypatch: pytest.MonkeyPatch):
         assert len(pieces) <= 4
         keys.update(last - first for first, last in pieces)
     assert len(keys) <= 41
-    shapes = set[tuple[int, int]]()
+    shapes, layouts = set[tuple[int, int]](), set[tuple[tuple[int, ...], ...]]()
 
     def seen(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
         shapes.add((q.shape[2], k.shape[2]))
+        layouts.add(tuple((*x.shape, *x.stride()) for x in (q, k, v)))
         return attention(q, k, v, scale, causal=causal)
 
     monkeypatch.setattr(chunk_attention, "_attention", seen)
@@ -91,3 +92,4 @@ def test_the_calls_have_few_shapes(monkeypatch: pytest.MonkeyPatch):
         q = torch.randn(1, group.place_CS.shape[1], HEADS, NOPE + ROPE)
         chunk_attention._behind(q, w, 0.2, group, torch.arange(start, start + 50), tables, plane)
     assert shapes <= {(queries, keys) for queries in (FILL, 2 * FILL) for keys in (FILL, 2 * FILL)}
+    assert len(layouts) == len(shapes)

@@ -107,14 +107,19 @@ def _behind(
     inside = rows_T[group.place_CS]
     inside_W = plane[inside // PAGE_TOKENS, inside % PAGE_TOKENS]
     rows_W = torch.cat([before_W, inside_W], 1).to(q_CSHX.dtype)
-    keys, values = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in unfolded(rows_W.flatten(0, 1), w))
+
+    def attended(first: int, last: int, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """To rows [first, last). Their keys are a tensor of their own, since cuDNN plans for strides too."""
+        given = unfolded(rows_W[:, first:last].flatten(0, 1), w)
+        keys, values = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in given)
+        return _attention(q, keys, values, scale, causal=causal)
+
     unaligned = group.start % FILL  # tokens of the prefix that attend too, with queries of zeros; nothing reads them
     begin = group.start - unaligned
     q = (torch.nn.functional.pad(q_CSHX, (0, 0, 0, 0, unaligned, 0)) if unaligned else q_CSHX).transpose(1, 2)
-    o, lse = _attention(q, keys[:, :, begin:], values[:, :, begin:], scale, causal=True)
+    o, lse = attended(begin, rows_W.shape[1], causal=True)
     for first, last in _pieces(begin):
-        part = _attention(q, keys[:, :, first:last], values[:, :, first:last], scale, causal=False)
-        o, lse = _joined((o, lse), part)
+        o, lse = _joined((o, lse), attended(first, last, causal=False))
     return o[:, :, unaligned:].transpose(1, 2).to(q_CSHX.dtype)
 
 
