@@ -28,7 +28,7 @@ class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
     tokens: Annotated[
         int,
         Meta(ge=0, le=MOST_DRAFTS),
-        setting("Draft tokens per step and request, 0 to 15, on a GPU 0 to 7; fewer if they do not pay."),
+        setting("Draft tokens per step and request, 0 to 15 at most; fewer if they do not pay."),
     ] = 3
     adaptive: Annotated[bool, setting("draft fewer tokens if they do not save time; false: always `tokens`")] = True
     trace: Annotated[

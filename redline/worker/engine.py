@@ -28,7 +28,6 @@ from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.cuda.chips import chip, use_portable_kernels
-from redline.kernels.cuda.step.step_rows import MOST_DRAFTS
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
@@ -446,10 +445,7 @@ def load_model(
     use_portable_kernels(config.kernels == "portable")
     speculation = config.speculation
     plan_of(config, device)  # raises its config errors before the weights are read
-    on_kernels = device.type == "cuda" and why_not(geometry, device) is None
-    if on_kernels:
-        check_draft_tokens(config.draft_tokens)
-    if on_kernels and not chip().was_run:
+    if device.type == "cuda" and why_not(geometry, device) is None and not chip().was_run:
         name = torch.cuda.get_device_name(device)
         _log.warning("Redline's authors have not run its kernels on a %s: see `redline doctor --self-test`", name)
     drafter = None
@@ -510,15 +506,6 @@ def load_model(
         tower,
         rules,
     )
-
-
-def check_draft_tokens(tokens: int) -> None:
-    """Raises ConfigError if the CUDA kernels cannot verify as many draft tokens of a row."""
-    if tokens > MOST_DRAFTS:
-        raise ConfigError(
-            f"engine.speculation.tokens is {tokens}; on a GPU a step verifies at most {MOST_DRAFTS} draft tokens of a "
-            f"request: set {MOST_DRAFTS} or fewer"
-        )
 
 
 def vision_bytes(config: VisionConfig, device: torch.device) -> int:

@@ -15,7 +15,6 @@ from torch import Tensor
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import TransformerOutput
-from redline.kernels.cuda.step.step_rows import MOST_DRAFTS
 from redline.kernels.inputs import Inputs
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
@@ -24,7 +23,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.worker.config import EngineConfig, Learned
-from redline.worker.engine import Engine, EngineCore, check_draft_tokens
+from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
@@ -391,9 +390,3 @@ def test_a_folder_without_a_model_is_one_line(tmp_path: Path):
     with pytest.raises(CheckpointError) as caught:
         Engine.open(tmp_path, CONFIG)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_more_draft_tokens_than_the_gpu_kernels_verify_are_refused():
-    check_draft_tokens(MOST_DRAFTS)
-    with pytest.raises(ConfigError, match=f"speculation.tokens is {MOST_DRAFTS + 1}; .* set {MOST_DRAFTS} or fewer"):
-        check_draft_tokens(MOST_DRAFTS + 1)

@@ -124,8 +124,8 @@ def _behind(
 
 
 def _pieces(length: int) -> Iterator[tuple[int, int]]:
-    """Divides [0, length), a multiple of FILL, into pieces of FILL x (1 to 7) x a power of two: at most 41 sizes up to
-    262,144 tokens, and four pieces."""
+    """Divides [0, length), a multiple of FILL, into pieces of FILL x (1 to 7) x a power of two: 36 sizes up to 262,144
+    tokens, and at most four pieces."""
     first = 0
     while first < length:
         units = (length - first) // FILL
