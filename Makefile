@@ -47,10 +47,9 @@ test-gpu: .venv/.test
 	  { echo "make test-gpu needs an NVIDIA GPU of compute capability 9.0 (H100, H200); torch finds none" >&2; exit 1; }
 	@.venv/bin/python -m lab.op_times; times=$$?; \
 	  export REDLINE_TEST_SEED=fresh OMP_NUM_THREADS=2; memory=tests/run/graphs/test_captured_on_a_gpu.py; \
-	  ranks="between_ranks or several_ranks"; \
-	  .venv/bin/python -m pytest -m gpu -n 6 --dist worksteal tests/laws tests/run/graphs --ignore $$memory \
-	    -k "not ($$ranks)"; laws=$$?; \
-	  .venv/bin/python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py -k "$$ranks"; several=$$?; \
+	  .venv/bin/python -m pytest -m "gpu and not ranks" -n 6 --dist worksteal tests/laws tests/run/graphs \
+	    --ignore $$memory; laws=$$?; \
+	  .venv/bin/python -m pytest -m "gpu and ranks" tests/laws; several=$$?; \
 	  .venv/bin/python -m pytest -m gpu $$memory && exit $$((times + laws + several))
 
 test-all: .venv/.test

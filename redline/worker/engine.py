@@ -511,7 +511,8 @@ def load_model(
 def vision_bytes(config: VisionConfig, device: torch.device) -> int:
     """Bytes on the device for the vision tower, the feature table, and the activations of one image."""
     size = 4 if device.type == "cpu" else 2
-    activations = 4 * IMAGE_TOKENS * (2 * config.hidden + config.intermediate)  # IMAGE_TOKENS patches, float32
+    # Of IMAGE_TOKENS patches, float32: the states, and either the MLP's or queries and keys while they are turned.
+    activations = 4 * IMAGE_TOKENS * (2 * config.hidden + max(config.intermediate, 6 * config.hidden))
     return size * config.parameters + 2 * IMAGE_TOKENS * config.text_hidden + activations
 
 

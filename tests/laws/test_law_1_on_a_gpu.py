@@ -6,7 +6,6 @@ At the end it prints how near each op's outputs came to their limits, which foll
 (`ops.op.limit_of`).
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,11 +18,11 @@ from redline.kernels.cuda.chips import use_portable_kernels
 from redline.kernels.cuda.decode.attend import attend
 from redline.kernels.cuda.prefill.chunk_attention import attend_chunks
 from redline.kernels.cuda.prefill.grouped import grouped_experts
-from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.formats import Plain
 from redline.ops.op import Case
+from tests.kernels.cuda.test_chunk_attention import Unfolds, chunks_of
 from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -78,29 +77,18 @@ def test_the_form_without_wgmma_is_the_reference(kernel: Kernel[Any, Any, Any], 
     test_the_cuda_kernel_is_the_reference(kernel, case)
 
 
-@dataclasses.dataclass
-class Unfolds:
-    w_uk: Plain
-    w_uv: Plain
-
-
 def test_attention_of_chunks_behind_prefixes_is_the_reference() -> None:
     """Chunks with as many tokens before them are computed together. The reference: one by one, on a CPU, in float32."""
-    g, heads, nope, rope, rank, value, pages = torch.Generator().manual_seed(fresh_seed()), 4, 128, 64, 512, 128, 12
-    sizes = [(64, 100), (64, 7), (640, 90), (64, 256), (65, 40), (64, 1), (64, 30), (65, 33), (64, 64)]
-    plane = torch.randn(pages * len(sizes), PAGE_TOKENS, rank + rope, generator=g).to(torch.bfloat16)
-    tables = torch.randperm(pages * len(sizes), generator=g).to(torch.int32).view(-1, pages)
-    chunks, rows, first = [], [], 0
-    for slot, (start, count) in enumerate(sizes):
-        position = torch.arange(start, start + count)
-        rows.append(tables[slot, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS)
-        chunks.append(Chunk(first, count, start, slot))
-        first += count
+    g, heads, nope, rope, rank, value = torch.Generator().manual_seed(fresh_seed()), 4, 128, 64, 512, 128
+    sizes = [(64, 100), (64, 7), (640, 90), (64, 256), (65, 40), (64, 1), (64, 30), (65, 33), (64, 64), (3000, 300)]
+    chunks, rows_T, tables = chunks_of(sizes, g)
+    first = len(rows_T)
+    plane = torch.randn(tables.numel(), PAGE_TOKENS, rank + rope, generator=g).to(torch.bfloat16)
     q = torch.randn(first, heads, nope + rope, generator=g).to(torch.bfloat16)
     w_uk, w_uv = (torch.randn(heads, *of, generator=g) * rank**-0.5 for of in ((rank, nope), (value, rank)))
     w = Unfolds(Plain(w_uk.to(torch.bfloat16)), Plain(w_uv.to(torch.bfloat16)))
     want, got = torch.empty(first, heads, value), torch.full((first, heads, value), torch.nan, device="cuda")
-    given = torch.cat(rows), tables, plane
+    given = rows_T, tables, plane
     attend_chunks(q.float(), w, 0.07, chunks, given[0], tables, plane.float(), want)
     got = got.to(torch.bfloat16)
     attend_chunks(q.cuda(), on_device(w, DEVICE), 0.07, chunks, *on_device(given, DEVICE), got)

@@ -229,6 +229,7 @@ def test_law_5_layers_leave_while_the_next_are_computed(
     same(long, given, alone, kv_dtype, CUT)
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1)])
 def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
@@ -266,6 +267,7 @@ def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answ
         same(asked[:8], answer(engine, asked[:8], together=False), plain[:8], kv_dtype)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -292,9 +294,12 @@ def test_law_6_several_ranks_are_one(
     [
         {"step_tokens": 64},
         {"speculation": Learned(drafter=str(DRAFTER), adaptive=False)},
-        pytest.param({"ranks": 2}, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+        pytest.param(
+            {"ranks": 2},
+            marks=[pytest.mark.ranks, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        ),
     ],
-    ids=["chunks", "drafter", "several_ranks"],
+    ids=["chunks", "drafter", "ranks"],
 )
 def test_kernels_of_chips_without_wgmma_change_nothing(
     asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, config: dict[str, object]

@@ -2,6 +2,8 @@
 their calls have few shapes."""
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +23,27 @@ HEADS, NOPE, ROPE, RANK, VALUE = 2, 16, 8, 32, 16
 class Unfolds:
     w_uk: Plain
     w_uv: Plain
+
+
+class Chunks(NamedTuple):
+    """The chunks of a step and their pages. rows_T: as `attend_chunks` has it."""
+
+    chunks: list[Chunk]
+    rows_T: Tensor
+    tables: Tensor
+
+
+def chunks_of(sizes: Sequence[tuple[int, int]], g: torch.Generator) -> Chunks:
+    """A chunk for each (tokens before it, its tokens), each in a slot of its own, in pages in random order."""
+    pages = max(start + count for start, count in sizes) // PAGE_TOKENS + 1
+    tables = torch.randperm(pages * len(sizes), generator=g).to(torch.int32).view(-1, pages)
+    chunks, rows, first = list[Chunk](), list[Tensor](), 0
+    for slot, (start, count) in enumerate(sizes):
+        position = torch.arange(start, start + count)
+        rows.append(tables[slot, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS)
+        chunks.append(Chunk(first, count, start, slot))
+        first += count
+    return Chunks(chunks, torch.cat(rows), tables)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -44,21 +67,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) ->
 )
 def test_chunks_behind_prefixes_are_the_reference(sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunk_attention, "_attention", attention)
-    g, pages = fresh_generator(), max(start + count for start, count in sizes) // PAGE_TOKENS + 1
-    plane = torch.randn(pages * len(sizes), PAGE_TOKENS, RANK + ROPE, generator=g)
-    tables = torch.randperm(pages * len(sizes), generator=g).to(torch.int32).view(-1, pages)
-    chunks, rows, first = list[Chunk](), list[Tensor](), 0
-    for slot, (start, count) in enumerate(sizes):
-        position = torch.arange(start, start + count)
-        rows.append(tables[slot, position // PAGE_TOKENS].long() * PAGE_TOKENS + position % PAGE_TOKENS)
-        chunks.append(Chunk(first, count, start, slot))
-        first += count
+    g = fresh_generator()
+    chunks, rows_T, tables = chunks_of(sizes, g)
+    first = len(rows_T)
+    plane = torch.randn(tables.numel(), PAGE_TOKENS, RANK + ROPE, generator=g)
     q = torch.randn(first, HEADS, NOPE + ROPE, generator=g)
     w_uk, w_uv = (torch.randn(HEADS, *of, generator=g) * RANK**-0.5 for of in ((RANK, NOPE), (VALUE, RANK)))
     w = Unfolds(Plain(w_uk), Plain(w_uv))
     got, want = torch.full((first, HEADS, VALUE), torch.nan), torch.empty(first, HEADS, VALUE)
     for group in chunk_attention._alike(tuple(chunks), chunk_attention.TOGETHER, torch.device("cpu")):
-        o = chunk_attention._behind(q[group.place_CS], w, 0.2, group, torch.cat(rows), tables, plane)
+        o = chunk_attention._behind(q[group.place_CS], w, 0.2, group, rows_T, tables, plane)
         got[group.token_R] = o.flatten(0, 1)[group.real_R]
     for chunk in chunks:
         here = slice(chunk.first, chunk.first + chunk.count)

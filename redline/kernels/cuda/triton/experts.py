@@ -11,7 +11,7 @@ Inputs are in the order in which a lane's values are a matrix instruction's a op
 INT4 inputs, k = 32h + 8t + 2p + b is at 32h + 8p + 2t + b; of 32 NVFP4 inputs, k = 16q + 4t + 2p + b is at 16q + 8p +
 2t + b. x and h are stored in this order.
 
-N rows of the weights: of each record first those with r = 0. T tokens.
+N rows of the weights: of each record its eight rows with r = 0, then those with r = 1. T tokens.
 """
 
 import math
@@ -107,7 +107,8 @@ def _reordered(x, KIND: tl.constexpr, WHOLE: tl.constexpr, T: tl.constexpr):
 def _tile(tiles, TURNS: tl.constexpr, TOKENS: tl.constexpr, ROW_BLOCKS: tl.constexpr):
     """This program's (expert, row block, first row of the columns, number of its rows, at most TOKENS).
 
-    An expert has as many tiles as here, but all except its last are full: the number of bunches is the smallest.
+    `sort_pairs` divides an expert's rows into tiles of equal width. Here as many tiles are cut anew: all have WIDEST
+    rows (TURNS x TOKENS) except the last, so that the fewest bunches are multiplied.
     """
     turn = tl.program_id(0) % TURNS
     block = tl.program_id(0) // TURNS % ROW_BLOCKS
