@@ -18,14 +18,11 @@ from lab.program import count, output, program
 from redline.bench.machine import measure
 from redline.bench.record import provenance
 from redline.errors import ConfigError
+from redline.model.vision.config import KIMI_K26_VISION as KIMI
 from redline.model.vision.config import VisionConfig
 from redline.model.vision.load import random_tensors
 from redline.model.vision.tower import Grid, VisionTower
 
-KIMI = VisionConfig(
-    patch=14, rows=64, columns=64, frames=4, hidden=1152, layers=27, heads=16, intermediate=4304,
-    text_hidden=7168, projector_eps=1e-5, token=163605,
-)  # fmt: skip
 REPEATS = 9
 
 

@@ -1,5 +1,6 @@
 """A prefill worker and a decode worker within this process, driven iteration by iteration."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.worker.engine import EngineCore
 from redline.worker.kv_transfer.manager import KvTransferManager
+from redline.worker.loop import WATCH_S
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.ports import StepLauncher
 from redline.worker.transfer_paths import Carrier
@@ -30,9 +32,17 @@ class Box:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
+        self._arrived = threading.Event()
 
     def put(self, message: Wire) -> None:
         self.messages.append(encode([message]))
+        self._arrived.set()
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a message is there, or after this time."""
+        if not self.messages:
+            self._arrived.clear()
+            self._arrived.wait(seconds)
 
     def take(self) -> list[Wire]:
         taken, self.messages = self.messages, []
@@ -89,6 +99,7 @@ class Side:
     ) -> None:
         """layered: the worker's steps are watched."""
         self.engine = engine
+        self._layered = layered
         self.runner: StepLauncher = Layered(engine) if layered else engine.runner
         self.box = boxes.setdefault(name, Box())
         self.name = name
@@ -147,8 +158,10 @@ class Side:
         return told
 
     def _depart(self, layers: int) -> None:
-        """Send computed layers, as in `worker.loop.lead`."""
+        """Send computed layers, as in `worker.loop.lead`: it waits, so that the thread that launches the step runs."""
         self.exchange.depart(layers)
+        if not self._layered:  # there the step has run
+            self.box.wait(WATCH_S)
         for message in self.box.take():
             if isinstance(message, PullRequest | ChunkAck):
                 self.exchange.hear(message)

@@ -22,6 +22,8 @@ from redline.kernels.cuda.kernel import why_not
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
+from redline.model.vision.config import KIMI_K26_VISION
+from redline.model.vision.load import vision_config
 from redline.progress import Working
 from redline.run.graphs.absent import pieces_of
 from redline.worker.engine import kv_dtype_of
@@ -45,9 +47,12 @@ def run(flags: BuildFlags, console: Console) -> int:
     if flags.draft is not None:
         drafter = Eagle3Config.from_folder(flags.draft, config)
         drafter.check(config, str(flags.draft / "config.json"))
+    vision = KIMI_K26_VISION if flags.shape != "kimi-nano" else None
+    if flags.folder is not None:
+        vision = vision_config(flags.folder, config.hidden_size)
     positions = 1 + flags.draft_tokens
     with Working(f"compiling for {target.arch}") as working, torch.inference_mode():
-        pieces = pieces_of(config, flags.max_running, positions, length, dtype, drafter, flags.draft_head_bits)
+        pieces = pieces_of(config, flags.max_running, positions, length, dtype, drafter, flags.draft_head_bits, vision)
         made = compile_for(target, pieces, lambda made, whole: working.show(made, whole))
     say(console, f"{len(made)} kernels for {target.arch} ({target.products}) in {clock.monotonic() - began:.0f} s")
     rows = _rows(made)

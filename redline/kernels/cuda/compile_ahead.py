@@ -103,6 +103,10 @@ def compile_for(
                 done(number, len(cubins))
     made = [Compiled(*key, shared, cubin.result()) for key, (shared, cubin) in cubins.items()]
     by_hash = {kernel.hash: kernel for kernel in (each() for each in launched)}
+    others = {each.metadata.target.arch for each in by_hash.values()} - {
+        10 * target.capability[0] + target.capability[1]
+    }
+    assert not others, f"Triton compiled for {others} in place of {target.arch}"
     made += [
         Compiled(f"triton/{kernel.metadata.name}", _constants(kernel), kernel.metadata.shared, kernel.asm["cubin"])
         for kernel in by_hash.values()

@@ -136,3 +136,19 @@ class VisionConfig:
         yield from norm(f"{PROJECTOR}.pre_norm")
         yield from linear(f"{PROJECTOR}.proj.0", merged, merged)
         yield from linear(f"{PROJECTOR}.proj.2", self.text_hidden, merged)
+
+
+# As in the config.json of Kimi K2.5 and K2.6.
+KIMI_K26_VISION = VisionConfig(
+    patch=14,
+    rows=64,
+    columns=64,
+    frames=4,
+    hidden=1152,
+    layers=27,
+    heads=16,
+    intermediate=4304,
+    text_hidden=7168,
+    token=163605,
+    projector_eps=1e-5,
+)

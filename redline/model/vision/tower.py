@@ -1,30 +1,23 @@
 """MoonViT-3D and the projector: pixels of an image, or of up to four frames of a video, become embeddings.
 
 One item is encoded at a time, so that its bits do not depend on other items (law 7). The encoder can stop between
-blocks, so that decode steps run in between. Products and attention are PyTorch's. Source of the formulas: Kimi K2.5's
-model card and vLLM's kimi_k25_vit; held to transformers' kimi_k25 by tests/model/vision.
+blocks, so that decode steps run in between. Products are PyTorch's. Source of the formulas: Kimi K2.5's model card and
+vLLM's kimi_k25_vit; held to transformers' kimi_k25 by tests/model/vision.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import gelu, interpolate, layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, interpolate, linear
 
 from redline.errors import CheckpointError
+from redline.kernels.cuda.patches import add_layer_norm, attend_patches
 from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
 
 _EPS = 1e-5  # of the tower's norms
 _THETA = 10_000.0  # of rotary positions and of the time table
-_ORDER = [  # of PyTorch's kernels on a GPU, the fastest first
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 
 class Grid(NamedTuple):
@@ -47,11 +40,12 @@ class Grid(NamedTuple):
 class Encoding:
     """An item on its way through the blocks: its hidden states, and the number of blocks that have run."""
 
-    def __init__(self, grid: Grid, hidden: Tensor, turns: Tensor) -> None:
-        """hidden: [patches, width]. turns: complex64 [patches, 1, 1, head / 2], the rotations of queries and keys."""
+    def __init__(self, grid: Grid, hidden: Tensor, angles: Tensor) -> None:
+        """hidden: [patches, width]. angles: float32 [patches, head / 2], by which pairs of queries and keys turn."""
         self.grid = grid
         self.hidden = hidden
-        self.turns = turns
+        self.partial: Tensor | None = None  # [patches, width]: what the last block adds to the hidden states
+        self.cos, self.sin = angles.cos(), angles.sin()
         self.blocks = 0
 
 
@@ -95,45 +89,50 @@ class VisionTower:
         pixels = patches.to(self.device, self.dtype).flatten(1)
         weight = self._weights[f"{TOWER}.patch_embed.proj.weight"].flatten(1)
         hidden = linear(pixels, weight, self._weights[f"{TOWER}.patch_embed.proj.bias"])
-        return Encoding(grid, hidden + self._placed(grid).to(self.dtype), self._turns(grid))
+        return Encoding(grid, hidden + self._placed(grid).to(self.dtype), self._angles(grid))
 
     @torch.inference_mode()
     def advance(self, encoding: Encoding, blocks: int) -> None:
         """Runs up to `blocks` further blocks."""
-        with sdpa_kernel(_ORDER, set_priority=True) if self.device.type == "cuda" else nullcontext():
-            for layer in range(encoding.blocks, min(encoding.blocks + blocks, self.config.layers)):
-                self._block(encoding, f"{TOWER}.encoder.blocks.{layer}")
-                encoding.blocks = layer + 1
+        for layer in range(encoding.blocks, min(encoding.blocks + blocks, self.config.layers)):
+            self._block(encoding, f"{TOWER}.encoder.blocks.{layer}")
+            encoding.blocks = layer + 1
 
     @torch.inference_mode()
     def finish(self, encoding: Encoding) -> Tensor:
         """The embeddings [tokens, text_hidden] of an item that has passed all blocks."""
         assert encoding.blocks == self.config.layers
         frames, rows, columns = encoding.grid
-        hidden = self._norm(encoding.hidden, f"{TOWER}.encoder.final_layernorm", _EPS)
+        hidden = self._norm(encoding.hidden, encoding.partial, f"{TOWER}.encoder.final_layernorm", _EPS)
         hidden = hidden.view(frames, rows // MERGE, MERGE, columns // MERGE, MERGE, -1)
         pooled = hidden.float().mean(0).to(self.dtype).transpose(1, 2)  # [rows / 2, columns / 2, 2, 2, width]
-        pooled = self._norm(pooled, f"{PROJECTOR}.pre_norm", self.config.projector_eps)
-        merged = pooled.reshape(encoding.grid.tokens, -1)
+        pooled = pooled.reshape(-1, self.config.hidden)
+        pooled = self._norm(pooled, None, f"{PROJECTOR}.pre_norm", self.config.projector_eps)
+        merged = pooled.view(encoding.grid.tokens, -1)
         return self._linear(gelu(self._linear(merged, f"{PROJECTOR}.proj.0")), f"{PROJECTOR}.proj.2")
 
     def _block(self, encoding: Encoding, at: str) -> None:
         config, hidden = self.config, encoding.hidden
-        normed = self._norm(hidden, f"{at}.norm0", _EPS)
+        normed = self._norm(hidden, encoding.partial, f"{at}.norm0", _EPS)
         qkv = self._linear(normed, f"{at}.wqkv").view(-1, 3, config.heads, config.head)
-        qk, v = _turned(qkv[:, :2], encoding.turns), qkv[:, 2].transpose(0, 1)[None]
-        q, k = (x.transpose(0, 1)[None] for x in qk.unbind(1))
-        mixed = scaled_dot_product_attention(q, k, v)  # its scale is head^-0.5
-        hidden = hidden + self._linear(mixed[0].transpose(0, 1).flatten(1), f"{at}.wo")
-        normed = self._norm(hidden, f"{at}.norm1", _EPS)
-        inner = gelu(self._linear(normed, f"{at}.mlp.fc0"), approximate="tanh")
-        encoding.hidden = hidden + self._linear(inner, f"{at}.mlp.fc1")
+        mixed = self._linear(attend_patches(qkv, encoding.cos, encoding.sin), f"{at}.wo")
+        normed = self._norm(hidden, mixed, f"{at}.norm1", _EPS)
+        encoding.partial = self._linear(self._activated(normed, f"{at}.mlp.fc0"), f"{at}.mlp.fc1")
+
+    def _activated(self, x: Tensor, name: str) -> Tensor:
+        """The product and GELU by its tanh formula. On a GPU the product's kernel applies it too, which saves 22 of 108
+        us for 5,476 patches on an NVIDIA H200."""
+        weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
+        if x.is_cuda:
+            return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+        return gelu(linear(x, weight, bias), approximate="tanh")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
 
-    def _norm(self, x: Tensor, name: str, eps: float) -> Tensor:
-        return layer_norm(x, x.shape[-1:], self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], eps)
+    def _norm(self, x: Tensor, partial: Tensor | None, name: str, eps: float) -> Tensor:
+        """Adds the partial sum to x in place, and norms it."""
+        return add_layer_norm(x, partial, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"], eps)
 
     def _placed(self, grid: Grid) -> Tensor:
         """What each patch adds for its position: float32 [patches, width]. One frame has no term of time."""
@@ -149,14 +148,14 @@ class VisionTower:
             places = places + self._times[:frames, None]
         return places.reshape(grid.patches, -1)
 
-    def _turns(self, grid: Grid) -> Tensor:
-        """Unit complex numbers [patches, 1, 1, head / 2]: pairs alternate between column and row, as in all frames."""
+    def _angles(self, grid: Grid) -> Tensor:
+        """[patches, head / 2]: pairs alternate between column and row, as in all frames."""
         frames, rows, columns = grid
         frequencies = _THETA ** -(torch.arange(0, self.config.head, 4, device=self.device) / self.config.head)
         x = torch.arange(columns, device=self.device).repeat(rows)
         y = torch.arange(rows, device=self.device).repeat_interleave(columns)
         angles = torch.stack([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1).flatten(1)
-        return torch.polar(torch.ones_like(angles), angles).repeat(frames, 1)[:, None, None]
+        return angles.repeat(frames, 1)
 
 
 def _bicubic(size: int, new_size: int, device: torch.device) -> Tensor:
@@ -164,9 +163,3 @@ def _bicubic(size: int, new_size: int, device: torch.device) -> Tensor:
     32 ms of an image of 1,024 x 1,024 on an NVIDIA H200."""
     one = torch.eye(size, device=device)[None, None]
     return interpolate(one, size=(new_size, size), mode="bicubic", align_corners=False)[0, 0]
-
-
-def _turned(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of values, in float32. x: queries and keys [patches, 2, heads, head]."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)

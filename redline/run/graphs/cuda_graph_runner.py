@@ -11,6 +11,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -277,16 +278,16 @@ class CudaGraphRunner:
         self._first = sorted(wanted[:FIRST_SHAPES], key=lambda shape: (-shape.rows * shape.positions, -shape.longest))
         self._left = deque(wanted[FIRST_SHAPES:])
 
-    def record(self) -> None:
-        """Compiles the kernels of all shapes and captures the first ones; `record_more` captures the others. A shape
-        that cannot be captured is logged, and no step replays it.
+    def record(self, more: Sequence[Callable[[], object]] = ()) -> None:
+        """Compiles the kernels of all shapes, and of what `more` calls, and captures the first shapes; `record_more`
+        captures the others. A shape that cannot be captured is logged, and no step replays it.
 
         Raises errors of the device and, with several tensor parallel ranks, any error of a capture: all ranks must have
         the same shapes.
         """
         device = self._shared.plan.device
         if device.type == "cuda" and self._first:
-            compile_ahead(pieces(self._shared, [*self._first, *self._left]), device)
+            compile_ahead(chain(pieces(self._shared, [*self._first, *self._left]), more), device)
         began = clock.perf_counter()
         for shape in self._first:
             made = self._record(shape)

@@ -32,7 +32,7 @@ class _Absent:
         return self._target
 
     def get_current_device(self) -> int:
-        return 0
+        return -self._target.arch  # Triton keeps a target for each number: those of chips that are here begin at 0
 
     def get_current_stream(self, device: int) -> int:
         return 0
