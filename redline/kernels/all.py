@@ -27,6 +27,7 @@ from redline.kernels.cuda.decode.project_out import project_out
 from redline.kernels.cuda.decode.project_q import project_q
 from redline.kernels.cuda.decode.unabsorb import unabsorb
 from redline.kernels.cuda.patches import add_layer_norm, attend_patches
+from redline.kernels.cuda.prefill.attend_blocks import attend_blocks
 from redline.kernels.cuda.prefill.grouped import grouped_experts
 from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.cuda.prefill.sort_pairs import sort_pairs
@@ -61,7 +62,7 @@ CUDA: tuple[Kernel[Any, Any, Any], ...] = (
     *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.cuda, verify_drafts),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
-    *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
+    *(norm_rows, split_a, rotate_heads, attend_blocks, swiglu, sort_pairs, grouped_experts),
     *(add_layer_norm, attend_patches),
     checksum.cuda,
     checksums.cuda,

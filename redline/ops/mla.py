@@ -10,13 +10,11 @@ products are exact; with bf16 and e4m3 pages a kernel may round the inputs of a 
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.messages.job import PAGE_TOKENS
@@ -24,9 +22,7 @@ from redline.ops.add_norm import rms_norm
 from redline.ops.formats import E4M3_MOST, Plain, W, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
-from redline.ops.staged import staged
 
-FILL = 64  # tokens: `prefill_whole` pads its chunks to a multiple of this
 FP8 = torch.float8_e4m3fn
 FP8_STEPS = 1e-2  # relative error between two computations of e4m3 rows: some numbers round to different neighbours
 
@@ -257,98 +253,20 @@ class Unfolding(Protocol):
         ...
 
 
-def _rows_of(plane: Tensor, rows: Tensor) -> Tensor:
-    """Rows (int64: page * 64 + place) of plane [pages, 64, W], which need not be contiguous. -> [rows, W]"""
-    if plane.is_contiguous():
-        return plane.view(-1, plane.shape[-1])[rows]
-    return plane[rows // PAGE_TOKENS, rows % PAGE_TOKENS]
-
-
-def prefill_whole(
-    q_THX: Tensor,
-    w: Unfolding,
-    scale: float,
-    spans: Sequence[tuple[int, int]],
-    rows_T: Tensor,
-    plane: Tensor,
-    out_THV: Tensor,
-) -> None:
-    """Attention of chunks that begin at position 0 of their slots, in one call, by torch's fused attention.
-
-    For GPUs: one reference call per chunk takes hundreds of launches per sequence. q_THX [T, H, N + P] and plane are
-    as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
-    row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
-    """
-    first, count = spans[0]
-    if len(spans) == 1 and count == _filled(count):  # no padding: at 8,192 tokens copies took a fifth of the time
-        here = slice(first, first + count)
-        keys, values = unfolded(_rows_of(plane, rows_T[here]).to(q_THX.dtype), w)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THX[here], keys, values))
-        out_THV[here] = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)[0].transpose(0, 1)
-        return
-    index, groups = _side_by_side(tuple(spans), rows_T.device)
-    keys, values = unfolded(_rows_of(plane, rows_T[index]).to(q_THX.dtype), w)
-    queries = q_THX[index]
-    for group in groups:
-        q, k, v = (x[group.place_CS].transpose(1, 2) for x in (queries, keys, values))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # padding comes last, so is masked
-        out_THV[group.token_R] = o.transpose(1, 2).flatten(0, 1)[group.real_R]
-
-
 def unfolded(rows_SW: Tensor, w: Unfolding) -> tuple[Tensor, Tensor]:
     """Cache rows [S, R + P] -> keys [S, H, N + P] and values [S, H, V], in the rows' dtype."""
+    keys, ropes, values = unfolded_apart(rows_SW, w)
+    return torch.cat([keys, ropes[:, None].expand(-1, keys.shape[1], -1)], -1), values
+
+
+def unfolded_apart(rows_SW: Tensor, w: Unfolding) -> tuple[Tensor, Tensor, Tensor]:
+    """As `unfolded`, with the parts of the keys apart: [S, H, N] of each head, and the view [S, P] that all share."""
     w_uk, w_uv = w.w_uk.dense().to(rows_SW.dtype), w.w_uv.dense().to(rows_SW.dtype)
     heads, rank, _ = w_uk.shape
-    latent, rope = rows_SW[:, :rank], rows_SW[:, rank:]
+    latent = rows_SW[:, :rank]
     keys = (latent @ w_uk.permute(1, 0, 2).flatten(1)).unflatten(1, (heads, -1))
     values = (latent @ w_uv.flatten(0, 1).T).unflatten(1, (heads, -1))
-    return torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1), values
-
-
-class _Group(NamedTuple):
-    """C chunks of similar lengths, padded to S tokens each; R of these tokens are real, not padding."""
-
-    place_CS: Tensor  # int64: index of the token among the tokens of all chunks
-    real_R: Tensor  # int64: indices of the real tokens in the flattened [C * S]
-    token_R: Tensor  # int64: their indices in the step
-
-
-@functools.lru_cache(maxsize=2)  # all layers of a step make the same call
-def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, list[_Group]]:
-    """The step's tokens that are in `spans`, int64, and their groups; on the device, without a synchronization.
-
-    Groups have similar lengths, so that at most half is padding; and few different sizes, padding rows included, since
-    a library makes a new plan for each shape, which takes longer than many such steps.
-    """
-    tokens = [torch.arange(first, first + count) for first, count in spans]
-    places = list(accumulate((count for _, count in spans), initial=0))
-    by_size: dict[int, list[int]] = {}
-    for number, (_, count) in enumerate(spans):
-        by_size.setdefault(count.bit_length(), []).append(number)
-    groups: list[_Group] = []
-    for numbers in by_size.values():
-        longest = _filled(max(spans[number][1] for number in numbers))
-        place_CS = torch.zeros(_lines(len(numbers)), longest, dtype=torch.int64)
-        real: list[Tensor] = []
-        for line, number in enumerate(numbers):
-            count = spans[number][1]
-            place_CS[line, :count] = torch.arange(places[number], places[number] + count)
-            real.append(torch.arange(line * longest, line * longest + count))
-        token_R = torch.cat([tokens[number] for number in numbers])
-        groups.append(_Group(*(staged(x, device) for x in (place_CS, torch.cat(real), token_R))))
-    return staged(torch.cat(tokens), device), groups
-
-
-def _filled(count: int) -> int:
-    """`count` rounded up to one of four padded lengths between two powers of two, or to a multiple of FILL."""
-    fill = max(FILL, 1 << max(0, count.bit_length() - 3))
-    return -(-count // fill) * fill
-
-
-def _lines(count: int) -> int:
-    """`count` rounded up to one of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if count <= power * 3 // 4 and power > 2 else power
+    return keys, rows_SW[:, rank:], values
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

@@ -259,8 +259,9 @@ class MemorySizes:
         row = 8 * heads * (c.kv_width + c.kv_lora_rank) + 4 * 4 * c.vocab_size
         scored = 2 * 4 * SCORED_ROWS * c.vocab_size
         if self.device == "cuda":
-            # A prompt's expanded context: rows, keys in two parts and whole, values; and the weights that expand it.
-            context = 4 * c.kv_width + 2 * heads * (c.qk_nope_head_dim + 2 * head + 2 * value)
+            # A prompt's expanded context: rows and where they are, keys and values; and the weights that expand it.
+            context = 4 * c.kv_width + 48 + 2 * heads * (c.qk_nope_head_dim + value)
+            token += 2 * heads * head  # keys of a whole prompt with the part that heads share
             fixed = 4 * heads * c.kv_lora_rank * (c.qk_nope_head_dim + value)
             fixed += DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
         else:

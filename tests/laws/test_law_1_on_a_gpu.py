@@ -77,10 +77,11 @@ def test_the_form_without_wgmma_is_the_reference(kernel: Kernel[Any, Any, Any], 
     test_the_cuda_kernel_is_the_reference(kernel, case)
 
 
-def test_attention_of_chunks_behind_prefixes_is_the_reference() -> None:
-    """Chunks with as many tokens before them are computed together. The reference: one by one, on a CPU, in float32."""
+def test_attention_of_chunks_is_the_reference() -> None:
+    """Short and long prompts, and chunks behind prefixes, in one step. The reference: on a CPU, in float32."""
     g, heads, nope, rope, rank, value = torch.Generator().manual_seed(fresh_seed()), 4, 128, 64, 512, 128
     sizes = [(64, 100), (64, 7), (640, 90), (64, 256), (65, 40), (64, 1), (64, 30), (65, 33), (64, 64), (3000, 300)]
+    sizes += [(0, 1), (0, 700), (0, 1500), (0, 4096)]
     chunks, rows_T, tables = chunks_of(sizes, g)
     first = len(rows_T)
     plane = torch.randn(tables.numel(), PAGE_TOKENS, rank + rope, generator=g).to(torch.bfloat16)

@@ -29,7 +29,7 @@ from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cpu.route_experts import route_experts
 from redline.kernels.group import ALONE, Group
 from redline.kernels.inputs import Inputs
-from redline.ops.mla import MlaWeights, prefill_whole, rounds
+from redline.ops.mla import MlaWeights, rounds
 from redline.ops.moe import Routed
 
 
@@ -93,11 +93,7 @@ def attend(
 
     skip: 0, or 1 if the first row of each slot is unused; it is not read, and no chunk begins there.
     """
-    chunks = inputs.chunks
-    if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
-        prefill_whole(q, w, scale, whole, inputs.rows_T, plane, o)
-        chunks = [chunk for chunk in chunks if chunk.start]
-    for chunk in chunks:
+    for chunk in inputs.chunks:
         rows = slice(chunk.first, chunk.first + chunk.count)
         mla_prefill(q[rows], w, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], skip)
     if inputs.tokens_Q.shape[0]:

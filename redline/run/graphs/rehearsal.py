@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from redline.kernels.cuda.prefill.attend_blocks import attend_blocks
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
@@ -30,6 +31,7 @@ def pieces(shared: SharedState, shapes: Sequence[Shape]) -> Iterator[Callable[[]
     for tokens in CHUNKS:
         if tokens <= shared.slots.tokens.shape[1]:
             yield functools.partial(part.rehearse_prompt, _prompt(excerpt, tokens), excerpt.kv.planes)
+    yield functools.partial(_attend, part)
     for shape in shapes:
         yield functools.partial(_decode, DecodeStep(excerpt, shape))
 
@@ -43,8 +45,21 @@ def _decode(step: DecodeStep) -> None:
         step.draft_all()
 
 
+def _attend(model: GpuK2) -> None:
+    """The attention of prompt chunks, over no tokens."""
+    w, device = model.gpu_blocks[0].attention, model.device
+    rank, nope = w.w_uk.shape[1:]
+    value, rope = w.w_uv.shape[1], w.width - nope
+    q, keys, values, out = (
+        torch.empty(1, w.heads, width, dtype=torch.bfloat16, device=device) for width in (w.width, nope, value, value)
+    )
+    cache = torch.empty(1, rank + rope, dtype=torch.bfloat16, device=device)
+    blocks = torch.zeros(1, 4, dtype=torch.int32, device=device)
+    attend_blocks(q, keys, cache[:, rank:], values, blocks, 1.0, out)
+
+
 def _prompt(shared: SharedState, tokens: int) -> Inputs:
-    """Tokens without their attention, which is the library's; their rows are written to the spare page."""
+    """Tokens without their attention (`_attend`); their rows are written to the spare page."""
     device, nowhere = shared.plan.device, torch.empty(0, dtype=torch.int32, device=shared.plan.device)
     cos, sin = shared.model.angles(torch.arange(tokens, device=device))
     return Inputs(

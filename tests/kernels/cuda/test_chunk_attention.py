@@ -1,5 +1,4 @@
-"""Chunks behind cached prefixes attend as the reference, with the library's attention replaced by plain PyTorch; and
-their calls have few shapes."""
+"""Prompt chunks, at the start of their prompts and behind cached prefixes, attend to their own contexts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cuda.prefill import chunk_attention
-from redline.kernels.cuda.prefill.chunk_attention import FILL
+from redline.kernels.cuda.prefill.chunk_attention import attend_chunks
 from redline.kernels.inputs import Chunk
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.formats import Plain
@@ -46,68 +45,39 @@ def chunks_of(sizes: Sequence[tuple[int, int]], g: torch.Generator) -> Chunks:
     return Chunks(chunks, torch.cat(rows), tables)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    scores = q @ k.transpose(-1, -2) * scale
-    if causal:
-        assert q.shape[2] == k.shape[2]
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
-
-
+@pytest.mark.parametrize("together", [1, 700, 1 << 14])
 @pytest.mark.parametrize(
     "sizes",
     [
         [(1, 1)],
-        [(64, 100), (64, 7), (64, 256)],
+        [(0, 1), (0, 200)],
+        [(64, 100), (0, 7), (64, 256)],
         [(256, 3), (255, 2), (257, 300)],
-        [(1600, 40), (1600, 33)],
-        [(3000, 9)],
+        [(3000, 9), (0, 64)],
     ],
     ids=str,
 )
-def test_chunks_behind_prefixes_are_the_reference(sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunk_attention, "_attention", attention)
+def test_chunks_attend_to_their_slots_contexts(
+    sizes: list[tuple[int, int]], together: int, monkeypatch: pytest.MonkeyPatch
+):
+    """together: rows that are unfolded together. Nothing else of the pages is read."""
+    monkeypatch.setattr(chunk_attention, "TOGETHER", together)
     g = fresh_generator()
     chunks, rows_T, tables = chunks_of(sizes, g)
-    first = len(rows_T)
-    plane = torch.randn(tables.numel(), PAGE_TOKENS, RANK + ROPE, generator=g)
-    q = torch.randn(first, HEADS, NOPE + ROPE, generator=g)
+    tokens = len(rows_T)
+    plane = torch.full((tables.numel(), PAGE_TOKENS, RANK + ROPE), torch.nan)
     w_uk, w_uv = (torch.randn(HEADS, *of, generator=g) * RANK**-0.5 for of in ((RANK, NOPE), (VALUE, RANK)))
-    w = Unfolds(Plain(w_uk), Plain(w_uv))
-    got, want = torch.full((first, HEADS, VALUE), torch.nan), torch.empty(first, HEADS, VALUE)
-    for group in chunk_attention._alike(tuple(chunks), chunk_attention.TOGETHER, torch.device("cpu")):
-        o = chunk_attention._behind(q[group.place_CS], w, 0.2, group, rows_T, tables, plane)
-        got[group.token_R] = o.flatten(0, 1)[group.real_R]
+    q = torch.randn(tokens, HEADS, NOPE + ROPE, generator=g)
+    want = torch.empty(tokens, HEADS, VALUE)
     for chunk in chunks:
-        here = slice(chunk.first, chunk.first + chunk.count)
-        want[here] = chunk_attention._masked(q[here], w, 0.2, chunk, tables, plane)
+        here, position = slice(chunk.first, chunk.first + chunk.count), torch.arange(chunk.start + chunk.count)
+        context = torch.randn(len(position), RANK + ROPE, generator=g)
+        plane[tables[chunk.slot, position // PAGE_TOKENS].long(), position % PAGE_TOKENS] = context
+        latent, rope = context.split([RANK, ROPE], 1)
+        keys = torch.cat([torch.einsum("sr,hrn->shn", latent, w_uk), rope[:, None].expand(-1, HEADS, -1)], -1)
+        scores = torch.einsum("chx,shx->hcs", q[here], keys) * 0.2
+        scores = scores.masked_fill(position > position[chunk.start :, None], -torch.inf)
+        want[here] = torch.einsum("hcs,sr,hvr->chv", scores.softmax(-1), latent, w_uv)
+    got = torch.full((tokens, HEADS, VALUE), torch.nan)
+    attend_chunks(q, Unfolds(Plain(w_uk), Plain(w_uv)), 0.2, chunks, rows_T, tables, plane, got)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
-
-
-def test_the_calls_have_few_shapes(monkeypatch: pytest.MonkeyPatch):
-    """Every length of a prefix and of a chunk has the shapes of few others."""
-    keys = set[int]()
-    for length in range(0, 262_144 + FILL, FILL):
-        pieces = list(chunk_attention._pieces(length))
-        assert [first for first, _ in pieces] == [0, *(last for _, last in pieces)][: len(pieces)]
-        assert sum(last - first for first, last in pieces) == length
-        assert len(pieces) <= 4
-        keys.update(last - first for first, last in pieces)
-    assert len(keys - {0}) == 36
-    shapes, layouts = set[tuple[int, int]](), set[tuple[tuple[int, ...], ...]]()
-
-    def seen(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-        shapes.add((q.shape[2], k.shape[2]))
-        layouts.add(tuple((*x.shape, *x.stride()) for x in (q, k, v)))
-        return attention(q, k, v, scale, causal=causal)
-
-    monkeypatch.setattr(chunk_attention, "_attention", seen)
-    w = Unfolds(Plain(torch.randn(HEADS, RANK, NOPE)), Plain(torch.randn(HEADS, VALUE, RANK)))
-    plane = torch.randn(16, PAGE_TOKENS, RANK + ROPE)
-    tables = torch.arange(16, dtype=torch.int32)[None]
-    for start in range(1, 700, 23):
-        (group,) = chunk_attention._alike((Chunk(0, 50, start, 0),), chunk_attention.TOGETHER, torch.device("cpu"))
-        q = torch.randn(1, group.place_CS.shape[1], HEADS, NOPE + ROPE)
-        chunk_attention._behind(q, w, 0.2, group, torch.arange(start, start + 50), tables, plane)
-    assert shapes <= {(queries, keys) for queries in (FILL, 2 * FILL) for keys in (FILL, 2 * FILL)}
-    assert len(layouts) == len(shapes)

@@ -10,6 +10,7 @@ from redline.kernels.by_chip import checksum, checksums
 from redline.kernels.cuda.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.cuda.decode.grouped import attend_grouped, keep_rows
 from redline.kernels.cuda.patches import add_layer_norm, attend_patches
+from redline.kernels.cuda.prefill.attend_blocks import attend_blocks
 from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
@@ -18,7 +19,7 @@ from tests.seeds import fresh_generator
 KERNELS: tuple[Kernel[Any, Any, Any], ...] = (
     *(norm_rows, split_a, rotate_heads, swiglu),
     *(norm_states, join_rows, keep_rows, attend_grouped),
-    *(add_layer_norm, attend_patches),
+    *(add_layer_norm, attend_patches, attend_blocks),
     checksum.cuda,
     checksums.cuda,
 )

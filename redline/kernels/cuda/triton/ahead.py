@@ -26,13 +26,14 @@ class _Absent:
 
     def __init__(self, chip: Chip) -> None:
         major, minor = chip.capability
+        self._number = -10 * major - minor  # Triton keeps a target for each: those of chips that are here begin at 0
         self._target = GPUTarget("cuda", 10 * major + minor, WARP)
 
     def get_current_target(self) -> GPUTarget:
         return self._target
 
     def get_current_device(self) -> int:
-        return -self._target.arch  # Triton keeps a target for each number: those of chips that are here begin at 0
+        return self._number
 
     def get_current_stream(self, device: int) -> int:
         return 0

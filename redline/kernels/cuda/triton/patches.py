@@ -25,32 +25,35 @@ NORM_WARPS = 4
 _LOG2_E = 1.4426950408889634
 
 
+@triton.jit
+def _turned(word, c, s):
+    """Words are pairs of bf16 values, which turn together: the first is the lower half."""
+    x = (word << 16).to(tl.float32, bitcast=True)
+    y = (word & -65536).to(tl.float32, bitcast=True)
+    low = (x * c - y * s).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    high = (x * s + y * c).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return low | high
+
+
 @triton.jit(do_not_specialize=["T"])
 def _pack(qkv, cos, sin, out, T, TP, factor, H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr,
           ROWS: tl.constexpr):  # fmt: skip
-    """Words are pairs of bf16 values, which turn together: the first is the lower half."""
     head = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, HALF)
     real = (t[:, None] < T) & (i[None, :] < D // 2)
-    at = t[:, None].to(tl.int64) * (3 * H * D // 2) + head * (D // 2) + i[None, :]
-    to = (head * TP + t[:, None]).to(tl.int64) * (W // 2) + i[None, :]
     inside = i[None, :] < W // 2
+    at = qkv + t[:, None].to(tl.int64) * (3 * H * D // 2) + head * (D // 2) + i[None, :]
+    to = out + (head * TP + t[:, None]).to(tl.int64) * (W // 2) + i[None, :]
     c = tl.load(cos + t[:, None] * (D // 2) + i[None, :], mask=real, other=0.0)
     s = tl.load(sin + t[:, None] * (D // 2) + i[None, :], mask=real, other=0.0)
-    for part in tl.static_range(2):
-        word = tl.load(qkv + at + part * (H * D // 2), mask=real, other=0)
-        x = (word << 16).to(tl.float32, bitcast=True)
-        y = (word & -65536).to(tl.float32, bitcast=True)
-        if part == 0:
-            c_part, s_part = c * factor, s * factor
-        else:
-            c_part, s_part = c, s
-        low = (x * c_part - y * s_part).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = (x * s_part + y * c_part).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        tl.store(out + to + part * (H * TP * (W // 2)), low | high, mask=inside)
-    word = tl.load(qkv + at + H * D, mask=real, other=0)
-    tl.store(out + to + 2 * (H * TP * (W // 2)), word, mask=inside)
+    part = H * TP * (W // 2)
+    q = tl.load(at, mask=real, other=0)
+    k = tl.load(at + H * D // 2, mask=real, other=0)
+    v = tl.load(at + H * D, mask=real, other=0)
+    tl.store(to, _turned(q, c * factor, s * factor), mask=inside)
+    tl.store(to + part, _turned(k, c, s), mask=inside)
+    tl.store(to + 2 * part, v, mask=inside)
 
 
 @triton.jit
@@ -114,10 +117,12 @@ def _attend(q, low, high, out, T, TP, H: tl.constexpr, D: tl.constexpr, LO: tl.c
 
 def parts(head: int) -> tuple[int, int]:
     """The two parts of a head's columns, powers of two of at least 16; the second is 0 if one part is enough."""
-    if head <= 64:
-        return max(16, triton.next_power_of_2(head)), 0
-    low = 1 << (head.bit_length() - 1)
-    return (low, max(16, triton.next_power_of_2(head - low))) if head > low else (low, 0)
+    low = max(16, 1 << (head.bit_length() - 1))
+    if head <= low:
+        return low, 0
+    if low < 64:
+        return 2 * low, 0
+    return low, max(16, 1 << (head - low - 1).bit_length())
 
 
 def pack(qkv_T3HD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
