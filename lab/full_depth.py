@@ -1,20 +1,21 @@
 """A model at its full depth over HTTP, without its files: 32 streams of 8,192 tokens in and 2,048 out, the load of
 Lambda's benchmark.
 
-    python -m lab.full_depth [--shape kimi-k2.6] [--ranks 1 2] [--streams 32] [--input 8192]
-        [--output 2048] [--in-memory N] [--step-ms MS] [--device cuda] [--save FILE]
+    python -m lab.full_depth [--shape kimi-k2.6] [--ranks 1 2] [--streams 1 8 32] [--input 8192]
+        [--output 2048] [--in-memory N] [--step-ms MS] [--device cuda] [--save FILE] [--picture PNG]
 
 Serves random weights (`engine.random_weights`) of the shape's own config and a tokenizer with its vocabulary size, with
-each number of ranks, under the load of `redline bench serve`. All layers run; those that fit in memory together with
-the pages of all streams are stored, and the others reuse them. On a GPU each token's experts are drawn, not routed.
-Every stream has one request, so all prompts arrive at once: the time to first token is mostly that of waiting for the
-other prompts.
+each number of ranks and streams, under the load of `redline bench serve`. All layers run; those that fit in memory
+together with the pages of all streams are stored, and the others reuse them. On a GPU each token's experts are drawn,
+not routed. Every stream has one request, so all prompts arrive at once: the time to first token is mostly that of
+waiting for the other prompts.
 
 Each figure is compared with its floor, from the machine's rates measured in this run: for a step of all streams in the
 middle of their answers, for the prefill of all prompts, and for the output tokens/s that follow from the two.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -148,17 +149,46 @@ def floors(case: DepthCase, prompt: int, answer: int, machine: PeakRates) -> dic
     }
 
 
+def picture(record: dict[str, Any], path: Path) -> None:
+    """Draws output tokens/s per GPU over those of one stream: measured and floor, a line for each number of GPUs."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for place, ranks in enumerate(sorted({run["ranks"] for run in record["runs"]})):
+        runs = [run for run in record["runs"] if run["ranks"] == ranks]
+        name, color = ("one GPU" if ranks == 1 else f"{ranks} GPUs"), f"C{place}"
+        for line, label, marker, values in (
+            ("-", "measured", "o", [(1e3 / run["median_tpot_ms"], run["output_throughput"]) for run in runs]),
+            (":", "floor", "", [(1e3 / run["floor"]["tpot_ms"], run["floor"]["output_throughput"]) for run in runs]),
+        ):
+            each, whole = [x for x, _ in values], [y / ranks for _, y in values]
+            axes.plot(each, whole, line, marker=marker, color=color, label=f"{name}, {label}")
+        for run in runs:
+            at = 1e3 / run["median_tpot_ms"], run["output_throughput"] / ranks
+            axes.annotate(f"{run['streams']}", at, textcoords="offset points", xytext=(6, 6))
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens/s of a stream, median")
+    axes.set_ylabel("output tokens/s per GPU, prompts included")
+    of = f"{record['input']:,} tokens in, {record['output']:,} out"
+    axes.set_title(f"{record['shape']}, {record['gpu']}, {of}; numbers are streams", fontsize=9)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def measured(
-    given: argparse.Namespace, config: K2Config, ranks: int, folder: Path, machine: PeakRates
+    given: argparse.Namespace, config: K2Config, ranks: int, streams: int, folder: Path, machine: PeakRates
 ) -> dict[str, Any]:
-    """The figures for `ranks` ranks. Raises ConfigError if there is no room, RedlineError if a load fails."""
+    """The figures for these ranks and streams. Raises ConfigError if there is no room, RedlineError if a load fails."""
     device = pick_device(given.device)
     longest = given.input + given.output + SPARE_TOKENS
-    pages = given.streams * -(-longest // PAGE_TOKENS) + 1
+    pages = streams * -(-longest // PAGE_TOKENS) + 1
     engine = EngineConfig(
         kv_memory=pages * PAGE_TOKENS * config.kv_bytes_per_token(torch.bfloat16),
         max_model_len=longest,
-        max_running=given.streams,
+        max_running=streams,
         device=device.type,
         ranks=ranks,
         step_ms=given.step_ms,
@@ -169,7 +199,7 @@ def measured(
         shape=given.shape,
         config=config,
         physical=engine.random_weights,
-        rows=given.streams,
+        rows=streams,
         tokens=1,
         context=given.input + given.output // 2,
         kv_dtype=torch.bfloat16,
@@ -185,12 +215,13 @@ def measured(
             load(folder, port, WARM[0], given.input, min(WARM[1], given.output), place, seed=1)
             if device.type == "cuda":
                 clock.sleep(SETTLE_S)
-            found = load(folder, port, given.streams, given.input, given.output, place, seed=2)
+            found = load(folder, port, streams, given.input, given.output, place, seed=2)
             end = server.stop()
         finally:
             server.close()
     return {
         "ranks": ranks,
+        "streams": streams,
         "layers": config.num_hidden_layers,
         "layers_in_memory": engine.random_weights,
         "pages": pages,
@@ -208,13 +239,14 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as for `redline bench decode`")
     parser.add_argument("--ranks", type=count, nargs="+", default=[1])
-    parser.add_argument("--streams", type=count, default=32, help="requests, all at once")
+    parser.add_argument("--streams", type=count, nargs="+", default=[32], help="requests, all at once")
     parser.add_argument("--input", type=count, default=8192, help="tokens of a prompt")
     parser.add_argument("--output", type=count, default=2048, help="tokens of an answer")
     parser.add_argument("--in-memory", type=count, default=None, help="layers (default: all that fit)")
     parser.add_argument("--step-ms", type=float, default=None, help="time limit of mixed steps (default: none)")
     parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--save", type=output, default=None)
+    parser.add_argument("--picture", type=output, default=None, help="tokens/s per GPU over those of a stream, as PNG")
     return parser
 
 
@@ -230,7 +262,6 @@ def main(said: Sequence[str] | None = None) -> None:
         **provenance("torch", "triton"),
         "gpu": limits.name,
         "shape": given.shape,
-        "streams": given.streams,
         "input": given.input,
         "output": given.output,
         "bytes_per_s": limits.bytes_per_s,
@@ -241,11 +272,13 @@ def main(said: Sequence[str] | None = None) -> None:
         torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory(prefix="redline-shape-") as name:
         write_folder(config, Path(name))
-        for ranks in given.ranks:
-            record["runs"].append(measured(given, config, ranks, Path(name), limits))
+        for ranks, streams in itertools.product(given.ranks, given.streams):
+            record["runs"].append(measured(given, config, ranks, streams, Path(name), limits))
             print(json.dumps(record["runs"][-1], indent=1), flush=True)
             if given.save:
                 given.save.write_text(json.dumps(record, indent=1) + "\n")
+    if given.picture:
+        picture(record, given.picture)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,11 @@ def test_a_folder_without_weights_is_the_shape(tmp_path: Path):
 
 @pytest.mark.slow
 def test_all_streams_are_answered_by_three_layers_in_memory(tmp_path: Path):
-    saved = tmp_path / "depth.json"
-    words = (
-        f"--shape kimi-nano --streams 3 --input 96 --output 12 --in-memory 3 --step-ms 500 --device cpu --save {saved}"
-    )
+    saved, picture = tmp_path / "depth.json", tmp_path / "depth.png"
+    words = "--shape kimi-nano --streams 3 --input 96 --output 12 --in-memory 3 --step-ms 500 --device cpu"
     with forked.all_processes():
-        full_depth.main(words.split())
+        full_depth.main([*words.split(), "--save", str(saved), "--picture", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(saved.read_text())
     (run,) = record["runs"]
     assert (run["layers"], run["layers_in_memory"], run["completed"], run["failed"]) == (8, 3, 3, 0)
