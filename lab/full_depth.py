@@ -45,6 +45,7 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import free_memory, pick_device, sizes_of
 from tests.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer
 
+STEP_TOKENS = 8192  # on a GPU, as by default if memory is not short: layers must leave room for them
 LOAD_S = 560.0  # timeout of the whole load
 SPARE_TOKENS = 64  # of a stream, in addition to its prompt and answer
 USED = 0.92  # share of free memory used: a weight is held twice while it is laid out
@@ -86,6 +87,7 @@ def replaced(engine: EngineConfig, layers: int) -> EngineConfig:
         device=engine.device,
         ranks=engine.ranks,
         step_ms=engine.step_ms,
+        step_tokens=engine.step_tokens,
         random_weights=layers,
     )
 
@@ -100,7 +102,8 @@ def flags(engine: EngineConfig) -> list[str]:
         "ranks": engine.ranks,
         "set": f"engine.random_weights={engine.random_weights}",
     }
-    bound = [] if engine.step_ms is None else ["--set", f"engine.step_ms={engine.step_ms}"]
+    bounds = {"step_ms": engine.step_ms, "step_tokens": engine.step_tokens}
+    bound = [word for key, value in bounds.items() if value for word in ("--set", f"engine.{key}={value}")]
     return [word for flag, value in said.items() for word in (f"--{flag}", str(value))] + bound
 
 
@@ -192,6 +195,7 @@ def measured(
         device=device.type,
         ranks=ranks,
         step_ms=given.step_ms,
+        step_tokens=STEP_TOKENS if device.type == "cuda" else None,
     )
     engine = replaced(engine, given.in_memory or layers_that_fit(config, engine, device))
     assert engine.random_weights is not None, "random_weights is not set"

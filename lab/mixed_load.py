@@ -12,7 +12,9 @@ cases are sent to two servers on the CPU, each once: one with all of its instruc
 
 Ends with 1 if a request failed, if a page, a KV chunk or a job is left when all clients have gone, if memory of a
 process or of the GPU grows, or if the share of answers that differ from the CPU's at a position where the two devices
-do not nearly agree (`Difference`) is more than `WIDER` times that between the CPU's two instruction sets. Differences
+do not nearly agree (`Difference`) is more than `WIDER` times that between the CPU's two instruction sets. An answer
+that occurs several times counts as often: a case whose answer rounding decides has many, one for each batch that its
+request was computed in. Differences
 are expected: kernels round differently, so a greedy token differs if two logits are close, and a seeded draw if it
 falls next to the border between two tokens; and if two experts are about equally likely, a token gets other ones, which
 moves its log probabilities by a nat and more.
@@ -395,7 +397,8 @@ async def references(port: int, asked: Sequence[Case], at_once: int) -> Expected
 def compared(
     given: Given, expected: Expected, asked: Sequence[Case], bytes_of: Any
 ) -> tuple[dict[str, int], list[Difference]]:
-    """How many answers equal the expected ones, and the first differences of the others."""
+    """How many answers equal the expected ones, and the first differences of the others. `distinct` counts equal
+    answers to a case once; the other counts count each time that an answer was received."""
     counts, differences = Counter(compared=0, equal=0, distinct=0, not_ties=0), list[Difference]()
     for (number, choice, tokens), (one, times) in given.items():
         choices = expected[number]
@@ -405,7 +408,7 @@ def compared(
         found = difference(asked[number], number, choice, one, choices[choice], bytes_of)
         if found is not None:
             differences.append(found)
-            counts["not_ties"] += not found.tie
+            counts["not_ties"] += times * (not found.tie)
     return dict(counts), differences
 
 
@@ -431,11 +434,11 @@ def wrong(record: dict[str, Any]) -> list[str]:
     if record["refused_by_one"]:
         found.append(f"cases that one of both servers refused: {record['refused_by_one']}")
     ours, cpus = record["answers"], record["between_instruction_sets"]
-    expected = max(1, cpus["not_ties"]) / max(1, cpus["distinct"])
-    if ours["not_ties"] / max(1, ours["distinct"]) > WIDER * expected:
+    expected = max(1, cpus["not_ties"]) / max(1, cpus["compared"])
+    if ours["not_ties"] / max(1, ours["compared"]) > WIDER * expected:
         found.append(
-            f"{ours['not_ties']} of {ours['distinct']} answers differ from the CPU's at places that are no near tie; "
-            f"{cpus['not_ties']} of {cpus['distinct']} do between two instruction sets"
+            f"{ours['not_ties']} of {ours['compared']} answers differ from the CPU's at places that are no near tie; "
+            f"{cpus['not_ties']} of {cpus['compared']} do between two instruction sets"
         )
     if record["apart"] and not record["at_rest"].get("transfers taken_over"):
         found.append("no prompt was transferred")
