@@ -32,12 +32,12 @@ def _reference(args: AttendBlocksArgs) -> None:
     for first, count, row, seen in args.blocks_B4.tolist():
         tokens, rows = slice(first, first + count), slice(row, row + seen + count - 1)
         keys, ropes, values = (x[rows].float() for x in (args.keys_RHN, args.ropes_RP, args.values_RHV))
-        q, nope = args.q_THX[tokens].float(), keys.shape[2]
-        scores = torch.einsum("chn,rhn->hcr", q[..., :nope], keys) + torch.einsum("chp,rp->hcr", q[..., nope:], ropes)
+        q, nope = args.q_THX[tokens].float().transpose(0, 1), keys.shape[2]
+        scores = q[..., :nope] @ keys.permute(1, 2, 0) + q[..., nope:] @ ropes.T
         place = torch.arange(seen + count - 1, device=q.device)
         hidden = place >= seen + torch.arange(count, device=q.device)[:, None]
         weights = (scores * args.scale).masked_fill(hidden, -torch.inf).softmax(-1)
-        args.out_THV[tokens] = torch.einsum("hcr,rhv->chv", weights, values).to(args.out_THV.dtype)
+        args.out_THV[tokens] = (weights @ values.transpose(0, 1)).transpose(0, 1).to(args.out_THV.dtype)
 
 
 def _cuda(args: AttendBlocksArgs) -> None:
