@@ -137,7 +137,7 @@ KEYS = """
     tls_cert tls_key
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
-    requests.images
+    requests.images requests.video_frames
     handoff.transport
     cluster.listen cluster.key_file cluster.kind
     events.endpoint events.replay events.topic
@@ -406,9 +406,10 @@ RUN_TIME = {
     "llguidance": "llguidance", "markdown-it-py": "markdown_it", "pygments": "pygments",
     "latex2mathml": "latex2mathml", "nh3": "nh3", "pillow": "PIL",
 }  # fmt: skip
-# Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
-# `ray`, `otel`); the library that law 10 compares with, which `test` installs.
+# Plots, foreign vocabularies, training, RDMA, YAML, Ray, spans and videos (`bench`, `draft`, `train`, `nixl`,
+# `manifests`, `ray`, `otel`, `video`); the library that law 10 compares with, which `test` installs.
 EXTRAS = {
+    "av",
     "matplotlib",
     "tokenizers",
     "accelerate",

@@ -47,9 +47,11 @@ class Limits(Record, frozen=True):
     grammar_seconds: float = 1.0  # to compile it: a worker compiles it again, and other requests may be queued
     grammar_memory: int = 2048 * MIB  # address space of the process that compiles it
     grammars: int = 64  # queued for compilation
-    images: int = 0  # in one request; 0: the model reads none
+    images: int = 0  # and videos, in one request; 0: the model reads none
     image_bytes: int = 20 * MIB  # of one image file
-    image_pixels: int = 64_000_000  # of one image, width x height
+    image_pixels: int = 64_000_000  # of one image or frame, width x height
+    video_bytes: int = 20 * MIB  # of one video file
+    video_frames: int = 64  # of one video, as sampled; 0: none is read
     body_seconds: float = 60.0  # within which the whole body has to arrive
 
 

@@ -1,4 +1,5 @@
-"""Images in requests, and substitutes for content that this server cannot read: audio, and files other than text.
+"""Images and videos in requests, and substitutes for content that this server cannot read: audio, and files other than
+text.
 
 If the model reads no images, an image in a tool result becomes a short text: an agent reads an image by its own tool
 and resends the result with every request, so an error would end its session. Elsewhere it is rejected with a message
@@ -30,7 +31,8 @@ _NAMES = {
     "video": "video",
     "video_url": "video",
 }
-_DATA_URL = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
+_DATA_URL = {kind: re.compile(rf"data:{kind}/[\w.+-]{{1,40}};base64,", re.IGNORECASE) for kind in ("image", "video")}
+_EXAMPLE = {"image": "data:image/png;base64,...", "video": "data:video/mp4;base64,..."}
 
 
 def in_result(kind: str) -> str | None:
@@ -48,8 +50,8 @@ def refused(kind: str, param: str, otherwise: str) -> RequestError:
 
 
 class Images:
-    """The images of one request, in the order in which they are read. A parser puts a mark into the text in place of
-    each; `placed` takes the marks out again. A mark has 128 random bits, so that no client can write one."""
+    """The images and videos of one request, in the order in which they are read. A parser puts a mark into the text in
+    place of each; `placed` takes the marks out again. A mark has 128 random bits, so that no client can write one."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -61,30 +63,34 @@ class Images:
         """Whether the model reads images."""
         return self._limits.images > 0
 
-    def of_url(self, url: Any, param: str) -> str:
-        """The mark of an image that is given as a data URL. Raises RequestError."""
+    def of_url(self, url: Any, param: str, *, video: bool = False) -> str:
+        """The mark of an image or a video that is given as a data URL. Raises RequestError."""
+        kind = "video" if video else "image"
+        if video and not self._limits.video_frames:
+            raise RequestError("Could not process video: this server reads none (`pip install redline[video]`)", param)
         if not isinstance(url, str):
-            raise RequestError("expected a data URL: data:image/png;base64,...", param)
-        head = _DATA_URL.match(url[:80])
+            raise RequestError(f"expected a data URL: {_EXAMPLE[kind]}", param)
+        head = _DATA_URL[kind].match(url[:80])
         if head is None:
             if url.startswith(("http://", "https://")):
-                raise RequestError("remote image URLs are not fetched; send the image as a data URL", param)
-            raise RequestError("expected a data URL: data:image/png;base64,...", param)
-        return self.of_base64(url[head.end() :], param)
+                raise RequestError(f"remote {kind} URLs are not fetched; send the {kind} as a data URL", param)
+            raise RequestError(f"expected a data URL: {_EXAMPLE[kind]}", param)
+        return self.of_base64(url[head.end() :], param, video=video)
 
-    def of_base64(self, data: Any, param: str) -> str:
-        """The mark of an image that is given as base64. Raises RequestError."""
+    def of_base64(self, data: Any, param: str, *, video: bool = False) -> str:
+        """The mark of an image or a video that is given as base64. Raises RequestError."""
+        kind, most_bytes = ("video", self._limits.video_bytes) if video else ("image", self._limits.image_bytes)
         if len(self._found) == self._limits.images:
-            raise RequestError(f"more than {self._limits.images} images in one request", param)
+            raise RequestError(f"more than {self._limits.images} images and videos in one request", param)
         if not isinstance(data, str):
-            raise RequestError("expected the image as base64", param)
-        if len(data) > self._limits.image_bytes * 4 // 3 + 4:
-            raise RequestError(f"Could not process image: larger than {self._limits.image_bytes} bytes", param)
+            raise RequestError(f"expected the {kind} as base64", param)
+        if len(data) > most_bytes * 4 // 3 + 4:
+            raise RequestError(f"Could not process {kind}: larger than {most_bytes} bytes", param)
         try:
             file = base64.b64decode(data, validate=True)
         except (binascii.Error, ValueError):
-            raise RequestError("Could not process image: its base64 is not valid", param) from None
-        self._found.append(Picture(at=0, data=file, param=param))
+            raise RequestError(f"Could not process {kind}: its base64 is not valid", param) from None
+        self._found.append(Picture(at=0, data=file, param=param, video=video))
         return f"{self._mark}{len(self._found) - 1}\0"
 
     def placed(self, messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -25,14 +25,20 @@ class Tool(Record, frozen=True):
 
 
 class Picture(Record, frozen=True):
-    """An image in a message. Hash and size are known once it has been decoded."""
+    """An image in a message, or a video, which becomes one Picture for each of its chunks when it is decoded. Hash and
+    size are known from then on."""
 
     at: int  # characters of the message's content before it
     data: bytes  # the file
     param: str = "messages"  # the request's field, for errors
+    video: bool = False
     hash: bytes = b""  # of its patches
+    frames: int = 1
     rows: int = 0  # of patches
     columns: int = 0
+    chunk: int = 0  # its number in its video
+    time: str = ""  # of the chunk's first frame
+    ends: bool = True  # whether it is an image, or its video's last chunk
 
     @property
     def tokens(self) -> int:

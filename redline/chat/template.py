@@ -167,12 +167,14 @@ def _turn(marker: str, name: str, *body: Piece) -> Iterator[Piece]:
 
 
 def _content(message: Message) -> Iterator[Piece]:
-    """The text of a message with its images in their places. K2.5's template ends the line after an image."""
+    """The text of a message with its images and videos in their places. K2.5's template ends the line after each; the
+    chunks of a video follow each other, with their times."""
     before = 0
     for picture in message.pictures:
         yield message.content[before : picture.at]
-        yield from (Special("<|media_begin|>"), "image", Special("<|media_content|>"))
-        yield from (Pad("<|media_pad|>", picture), Special("<|media_end|>"), "\n")
+        kind = "video" if picture.video else "image"
+        yield from (picture.time, Special("<|media_begin|>"), kind, Special("<|media_content|>"))
+        yield from (Pad("<|media_pad|>", picture), Special("<|media_end|>"), "\n" if picture.ends else "")
         before = picture.at
     yield message.content[before:]
 

@@ -74,7 +74,14 @@ Piece = Special | str
 
 def span_of(picture: Picture, start: int) -> MediaSpan:
     """The positions of an image in a prompt of token ids."""
-    return MediaSpan(start=start, tokens=picture.tokens, hash=picture.hash, rows=picture.rows, columns=picture.columns)
+    return MediaSpan(
+        start=start,
+        tokens=picture.tokens,
+        hash=picture.hash,
+        frames=picture.frames,
+        rows=picture.rows,
+        columns=picture.columns,
+    )
 
 
 class Tokenizer:

@@ -170,7 +170,8 @@ class Client:
         """
         content: str | list[dict[str, Any]] = _encodable(text)
         if self.pictures:
-            parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+            kinds = ["video_url" if url.startswith("data:video/") else "image_url" for url in self.pictures]
+            parts = [{"type": kind, kind: {"url": url}} for kind, url in zip(kinds, self.pictures, strict=True)]
             content = [*parts, {"type": "text", "text": content}]
             self.pictures = []
         self.messages.append({"role": "user", "content": content})

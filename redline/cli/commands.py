@@ -15,7 +15,7 @@ from redline.errors import ConfigError
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")
 HELP = """/think on|off    answer with or without thinking first
 /system TEXT     set the system prompt; without TEXT: remove it
-/image FILE      send an image with the next question
+/image FILE      send an image, or a video, with the next question
 /new             start a new conversation
 /save FILE       write the conversation as JSON, in the format of `messages` in a request
 /help            show this list

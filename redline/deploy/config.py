@@ -59,8 +59,12 @@ class Requests(Record, frozen=True):
     ] = None
     images: Annotated[
         Annotated[int, Meta(ge=0, le=256)],
-        setting("images in one request, of a model that reads images; 0: it reads none"),
+        setting("images and videos in one request, of a model that reads images; 0: it reads none"),
     ] = 16
+    video_frames: Annotated[
+        Annotated[int, Meta(ge=0, le=2048)],
+        setting("frames of one video, at two a second, with the extra `video`; 0: no video is read"),
+    ] = Limits().video_frames
     queue_tokens: Annotated[Count, setting("prompt tokens that may wait for a first token; beyond them 503")] = (
         Limits().queue_tokens
     )

@@ -27,6 +27,7 @@ from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.deploy.config import ADMIN_HOST, ServeConfig
 from redline.media.rules import ImageRules
+from redline.media.video import reads_videos
 
 ADMIN_CONNECTIONS = 16  # reserved for the admin routes, unavailable to API and /metrics; in `budget.RESERVED_FILES`
 TELL_S = 1.0  # for clients to read their last response
@@ -103,6 +104,8 @@ def limits_of(config: ServeConfig) -> Limits:
     limits = Limits(**msgspec.structs.asdict(config.requests))
     if not limits.images or ImageRules.of_model(config.weights) is None:
         return msgspec.structs.replace(limits, images=0)
+    if not reads_videos():
+        limits = msgspec.structs.replace(limits, video_frames=0)
     return msgspec.structs.replace(limits, body_bytes=4 * limits.body_bytes, bodies_bytes=2 * limits.bodies_bytes)
 
 

@@ -38,7 +38,7 @@ def read_image(data: bytes, rules: ImageRules, most_pixels: int) -> Pixels:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's own limit on pixels, and remarks on damaged metadata
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_size(image.width, image.height, most_pixels)
+                check_size(image.width, image.height, most_pixels)
                 return _pixels(_rgb(image), rules)
     except BadImage:
         raise
@@ -48,12 +48,15 @@ def read_image(data: bytes, rules: ImageRules, most_pixels: int) -> Pixels:
         raise BadImage("Could not process image: the file is damaged or incomplete") from error
 
 
-def _check_size(width: int, height: int, most_pixels: int) -> None:
+def check_size(width: int, height: int, most_pixels: int, what: str = "image") -> None:
+    """Raises BadImage. what: the name of the file in the message."""
     if width * height > most_pixels:
-        raise BadImage(f"Could not process image: {width} x {height} pixels exceed the limit of {most_pixels:,} pixels")
+        raise BadImage(
+            f"Could not process {what}: {width} x {height} pixels exceed the limit of {most_pixels:,} pixels"
+        )
     if max(width, height) > MOST_RATIO * min(width, height):
         raise BadImage(
-            f"Could not process image: {width} x {height} pixels; the ratio of its sides exceeds {MOST_RATIO}"
+            f"Could not process {what}: {width} x {height} pixels; the ratio of its sides exceeds {MOST_RATIO}"
         )
 
 
@@ -74,10 +77,15 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 def _pixels(image: Image.Image, rules: ImageRules) -> Pixels:
     layout = rules.layout(image.width, image.height)
+    return Pixels(patches_of(image, layout, rules), layout)
+
+
+def patches_of(image: Image.Image, layout: ImageLayout, rules: ImageRules) -> NDArray[np.uint8]:
+    """[rows x columns, 3, patch, patch], row by row: an RGB image, resized and padded."""
     if image.size != (layout.width, layout.height):
         image = image.resize((layout.width, layout.height), Image.Resampling.BICUBIC)
     patch = rules.patch_size
     padded = np.zeros((layout.rows * patch, layout.columns * patch, 3), dtype=np.uint8)
     padded[: layout.height, : layout.width] = np.asarray(image)
     grid = padded.reshape(layout.rows, patch, layout.columns, patch, 3).transpose(0, 2, 4, 1, 3)
-    return Pixels(np.ascontiguousarray(grid).reshape(-1, 3, patch, patch), layout)
+    return np.ascontiguousarray(grid).reshape(-1, 3, patch, patch)

@@ -1,4 +1,5 @@
-"""How many patches and prompt tokens an image takes: the numbers of preprocessor_config.json, and Moonshot's formula.
+"""How many patches and prompt tokens an image or a frame of a video takes: the numbers of preprocessor_config.json, and
+Moonshot's formula.
 
 The formula never enlarges an image. It floors the sides to whole patches before it compares their product with the
 limit, and pads up to whole tokens after it, so the result may exceed the limit.
@@ -7,7 +8,7 @@ limit, and pads up to whole tokens after it, so the result may exceed the limit.
 import json
 import math
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -31,10 +32,14 @@ class ImageRules(msgspec.Struct, frozen=True):
     """The keys of media_proc_cfg that decide sizes and pixel values; the defaults are those of K2.5, K2.6 and K2.7."""
 
     in_patch_limit: Whole = 16_384
+    in_patch_limit_each_frame: Whole = 4_096  # of a video
     patch_limit_on_one_side: Whole = 512
     patch_size: Annotated[int, Meta(ge=1, le=64)] = 14
     merge_kernel_size: Annotated[int, Meta(ge=2, le=2)] = 2
     fixed_output_tokens: None = None
+    sample_fps: Annotated[float, Meta(gt=0, le=1000)] = 2.0  # frames of a video per second
+    temporal_merge_kernel_size: Annotated[int, Meta(ge=1, le=4)] = 4  # frames of a chunk
+    timestamp_mode: Literal["hh:mm:ss.fff"] = "hh:mm:ss.fff"
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
 
@@ -69,11 +74,12 @@ class ImageRules(msgspec.Struct, frozen=True):
         tower = config.get("vision_config") and any(name.startswith("vision_tower.") for name in names)
         return cls.of(folder) if tower and (folder / "preprocessor_config.json").exists() else None
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        """The layout of an image of this size in pixels, after its orientation has been applied."""
+    def layout(self, width: int, height: int, patch_limit: int | None = None) -> ImageLayout:
+        """The layout of an image of this size in pixels, after its orientation has been applied. patch_limit: None:
+        `in_patch_limit`."""
         patch, side = self.patch_size, self.patch_limit_on_one_side * self.patch_size
         patches = max(1, width // patch) * max(1, height // patch)
-        scale = min(1.0, math.sqrt(self.in_patch_limit / patches), side / width, side / height)
+        scale = min(1.0, math.sqrt((patch_limit or self.in_patch_limit) / patches), side / width, side / height)
         width, height = (min(max(1, int(size * scale)), side) for size in (width, height))
         unit = patch * self.merge_kernel_size
         across, down = -(-width // unit), -(-height // unit)

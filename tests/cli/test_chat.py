@@ -178,17 +178,26 @@ def test_commands_are_for_the_chat(tmp_path: Path):
 
 
 def test_images_go_with_the_next_question(tmp_path: Path):
-    for name in ("a.png", "b.jpg"):
+    for name in ("a.png", "b.jpg", "c.mp4"):
         (tmp_path / name).write_bytes(name.encode())
     with server() as (url, asked):
-        shown = said(client(url), f"/image {tmp_path}/a.png", f"/image {tmp_path}/b.jpg", "2 + 2?", "And now?")
+        shown = said(
+            client(url),
+            f"/image {tmp_path}/a.png",
+            f"/image {tmp_path}/b.jpg",
+            "2 + 2?",
+            f"/image {tmp_path}/c.mp4",
+            "And now?",
+        )
     assert "b.jpg goes with the next question" in shown
     *pictures, text = asked[0]["messages"][0]["content"]
     assert [one["image_url"]["url"] for one in pictures] == [
         "data:image/png;base64,YS5wbmc=", "data:image/jpeg;base64,Yi5qcGc="
     ]  # fmt: skip
     assert text == {"type": "text", "text": "2 + 2?"}
-    assert asked[1]["messages"][-1]["content"] == "And now?"
+    film, text = asked[1]["messages"][-1]["content"]
+    assert film == {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,Yy5tcDQ="}}
+    assert text["text"] == "And now?"
 
 
 @pytest.mark.parametrize(

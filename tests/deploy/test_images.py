@@ -19,6 +19,7 @@ from PIL import Image
 from redline.model.k2.write import random_checkpoint
 from tests.deploy.test_serve import Server, wait_for
 from tests.laws.test_images_change_nothing import PAD, TEXT, VISION
+from tests.media.videos import video
 from tests.tiny_tokenizer import write_tiny_tokenizer
 from tests.waiting import LIMIT_S
 
@@ -68,6 +69,35 @@ def chat(server: Server, *content: Any, role: str = "user", max_tokens: int = 4,
     return server.client.chat.completions.create(
         model="tiny", messages=messages, max_tokens=max_tokens, **{**PLAIN, **how}
     )
+
+
+def test_a_video_is_read_in_chunks_with_their_times(server: Server):
+    """Six frames at two a second: a chunk of four and one of two, of 12 tokens each."""
+    url = "data:video/mp4;base64," + base64.b64encode(video(6, fps=2)).decode()
+    film = {"type": "video_url", "video_url": {"url": url}}
+    first, text = chat(server, said(QUESTION), film), chat(server, said(QUESTION))
+    marks = 2 * (3 + len("00:00:00.000video")) + len("\n")
+    assert first.usage.prompt_tokens == text.usage.prompt_tokens + 2 * 12 + marks
+    assert first.usage.prompt_tokens_details.image_tokens == 24
+    again = chat(server, said(QUESTION), film, part(picture()), said("and now?"))
+    assert again.usage.prompt_tokens_details.image_tokens == 24 + 64
+    cut = {"type": "video_url", "video_url": {"url": url[:600]}}
+    with pytest.raises(BadRequestError, match="Could not process video"):
+        chat(server, said(QUESTION), cut)
+    for wrong, message in (
+        ({"url": "https://example.com/film.mp4"}, "remote video URLs are not fetched"),
+        ({"url": url.replace("video/mp4", "image/png")}, "expected a data URL: data:video/mp4"),
+    ):
+        with pytest.raises(BadRequestError, match=message):
+            chat(server, {"type": "video_url", "video_url": wrong})
+    long = {
+        "type": "video_url",
+        "video_url": {"url": "data:video/mp4;base64," + base64.b64encode(video(40, fps=2)).decode()},
+    }
+    with pytest.raises(BadRequestError, match="more than 64 frames in the videos of one request"):
+        chat(server, long, long)
+    with pytest.raises(BadRequestError, match="videos are read in messages of users and tools"):
+        chat(server, film, role="system")
 
 
 def test_the_models_card_says_that_it_reads_images(server: Server):

@@ -48,10 +48,12 @@ class Picture(NamedTuple):
         return self.data.rows * self.data.columns // 4
 
 
-def picture(seed: int, rows: int = 6, columns: int = 8) -> Picture:
-    patches = np.random.default_rng(seed).integers(0, 256, (rows * columns, 3, 14, 14), dtype=np.uint8).tobytes()
-    hash = image_hash(patches, 1, rows, columns)
-    return Picture(ImageData(hash=hash, frames=1, rows=rows, columns=columns, patches=patches))
+def picture(seed: int, rows: int = 6, columns: int = 8, frames: int = 1) -> Picture:
+    """frames: more than one for a chunk of a video."""
+    shape = frames * rows * columns, 3, 14, 14
+    patches = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8).tobytes()
+    hash = image_hash(patches, frames, rows, columns)
+    return Picture(ImageData(hash=hash, frames=frames, rows=rows, columns=columns, patches=patches))
 
 
 def text(seed: int, length: int) -> tuple[int, ...]:
@@ -65,7 +67,12 @@ def job(name: str, engine: Engine, *parts: Picture | tuple[int, ...], sampling: 
         if isinstance(part, Picture):
             data = part.data
             span = MediaSpan(
-                start=len(tokens), tokens=part.tokens, hash=data.hash, rows=data.rows, columns=data.columns
+                start=len(tokens),
+                tokens=part.tokens,
+                hash=data.hash,
+                frames=data.frames,
+                rows=data.rows,
+                columns=data.columns,
             )
             media.append(span)
             tokens += [PAD] * part.tokens
@@ -111,8 +118,8 @@ def run(engine: Engine, *jobs: Job) -> list[tuple[list[int], list[Any], list[Any
     return [spoken(deltas[one.id]) for one in jobs]
 
 
-ONE, TWO = picture(1), picture(2, 4, 10)
-PARTS = text(1, 30), ONE, text(2, 41), TWO, text(3, 57)
+ONE, TWO, CHUNK = picture(1), picture(2, 4, 10), picture(3, 4, 6, frames=3)
+PARTS = text(1, 30), ONE, text(2, 41), TWO, text(3, 57), CHUNK, text(4, 9)
 
 
 @torch.inference_mode()
@@ -125,7 +132,9 @@ def expected_logprobs(folder: Path, config: K2Config) -> Tensor:
         if isinstance(part, Picture):
             data = part.data
             pixels = torch.frombuffer(bytearray(data.patches), dtype=torch.uint8).view(-1, 3, 14, 14).float()
-            rows.append(their_features(VISION, weights, (pixels / 255 - 0.5) / 0.5, (1, data.rows, data.columns)))
+            rows.append(
+                their_features(VISION, weights, (pixels / 255 - 0.5) / 0.5, (data.frames, data.rows, data.columns))
+            )
         else:
             rows.append(model.get_input_embeddings()(torch.tensor(part)))
     logits = model(inputs_embeds=torch.cat(rows)[None].to(torch.bfloat16).float(), use_cache=False).logits[0]

@@ -1,4 +1,4 @@
-"""The images of conversations: decodes those of a request, and sends their pixels to the workers that ask for them.
+"""The images and videos of conversations: decodes those of a request, and sends their pixels to workers that ask.
 
 Invariant: the patches of an image are kept from its decoding until a worker has them, or no request needs them. A
 worker that asks again, after a restart or for another job, gets them decoded again from the file, which the request
@@ -17,11 +17,11 @@ from redline.api.ask import Prompt
 from redline.api.config import Limits
 from redline.api.gateway.active_requests import JobState
 from redline.chat.conversation import Conversation, Message, Picture
-from redline.errors import RedlineError
-from redline.media.child import Decoded
+from redline.errors import RedlineError, RequestError
+from redline.media.child import DecodedItem
 from redline.media.decoder import ImageDecoder
 from redline.media.hashing import image_hash
-from redline.media.rules import ImageRules
+from redline.media.rules import ImageLayout, ImageRules
 from redline.messages.media import ImageData
 from redline.router.worker_registry import WorkerHandle
 
@@ -29,17 +29,21 @@ KNOWN = 4096  # decoded files whose hash and size are remembered, so that a file
 
 
 class _Known(NamedTuple):
+    """An image, or a chunk of a video."""
+
     hash: bytes
-    rows: int
-    columns: int
+    layout: ImageLayout
+    frames: int
+    time: str
 
 
 class Pictures:
     """Decodes images in a process of its own. rules: None if the model reads no images."""
 
     def __init__(self, rules: ImageRules | None, limits: Limits) -> None:
-        self._decoder = None if rules is None else ImageDecoder(rules, limits.image_pixels)
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()  # by the hash of the file; the latest used last
+        self._limits = limits
+        self._decoder = None if rules is None else ImageDecoder(rules, limits.image_pixels, limits.video_frames)
+        self._known: OrderedDict[bytes, list[_Known]] = OrderedDict()  # by the hash of the file; the latest used last
         self._patches: dict[bytes, bytes] = {}  # by image hash, until a worker has them
         self._users: dict[bytes, int] = {}  # requests with the image, by image hash
         self._sending: set[asyncio.Task[None]] = set()
@@ -49,13 +53,16 @@ class Pictures:
         are only measured). Raises RequestError for a file that cannot be processed, and Overloaded."""
         if not isinstance(prompt, Conversation) or not any(message.pictures for message in prompt.messages):
             return prompt
-        messages, found = list[Message](), list[Picture]()
+        messages, found, frames = list[Message](), list[Picture](), 0
         try:
             for message in prompt.messages:
                 pictures: list[Picture] = []
                 for picture in message.pictures:
-                    pictures.append(await self._read(picture, hold=hold))
-                    found.append(pictures[-1])
+                    pictures += (read := await self._read(picture, hold=hold))
+                    found += read
+                    frames += sum(one.frames for one in read if one.video)
+                    if frames > (most := self._limits.video_frames):
+                        raise RequestError(f"more than {most} frames in the videos of one request", picture.param)
                 messages.append(msgspec.structs.replace(message, pictures=tuple(pictures)) if pictures else message)
         except BaseException:
             if hold:
@@ -89,36 +96,52 @@ class Pictures:
         patches = self._patches.pop(hash, None)
         if patches is None:
             try:
-                patches = (await self._decode(picture)).patches
+                items = await self._decode(picture)
             except RedlineError as error:
                 job.response.fail(error)
                 return
+            patches = items[picture.chunk].patches
+            for other in job.pictures:  # the worker will ask for the other chunks of a video next
+                if other.data is picture.data and other is not picture and other.hash in self._users:
+                    self._patches.setdefault(other.hash, items[other.chunk].patches)
         if worker.lost is None:
-            worker.outbox.put(
-                ImageData(hash=hash, frames=1, rows=picture.rows, columns=picture.columns, patches=patches)
-            )
+            of = picture.frames, picture.rows, picture.columns
+            worker.outbox.put(ImageData(hash=hash, frames=of[0], rows=of[1], columns=of[2], patches=patches))
 
-    async def _read(self, picture: Picture, *, hold: bool) -> Picture:
-        file = blake2b(picture.data, digest_size=16).digest()
+    async def _read(self, picture: Picture, *, hold: bool) -> list[Picture]:
+        file = blake2b(picture.data, digest_size=16, person=b"video" if picture.video else b"image").digest()
         known = self._known.get(file)
         if known is None:
-            decoded = await self._decode(picture)
-            layout = decoded.layout
-            assert layout is not None, "an image that is not refused has a layout"
-            hash = image_hash(decoded.patches, 1, layout.rows, layout.columns)
-            known = self._known[file] = _Known(hash, layout.rows, layout.columns)
-            if hold:
-                self._patches[hash] = decoded.patches
+            items, known = await self._decode(picture), list[_Known]()
+            for item in items:
+                hash = image_hash(item.patches, item.frames, item.layout.rows, item.layout.columns)
+                known.append(_Known(hash, item.layout, item.frames, item.time))
+                if hold:
+                    self._patches[hash] = item.patches
+            self._known[file] = known
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(file)
         if hold:
-            self._users[known.hash] = self._users.get(known.hash, 0) + 1
-        return msgspec.structs.replace(picture, hash=known.hash, rows=known.rows, columns=known.columns)
+            for one in known:
+                self._users[one.hash] = self._users.get(one.hash, 0) + 1
+        return [
+            msgspec.structs.replace(
+                picture,
+                hash=one.hash,
+                frames=one.frames,
+                rows=one.layout.rows,
+                columns=one.layout.columns,
+                chunk=number,
+                time=one.time,
+                ends=number == len(known) - 1,
+            )
+            for number, one in enumerate(known)
+        ]
 
-    async def _decode(self, picture: Picture) -> Decoded:
+    async def _decode(self, picture: Picture) -> tuple[DecodedItem, ...]:
         assert self._decoder is not None, "the readers of requests refuse images if the model reads none"
-        return await self._decoder.decode(picture.data, picture.param)
+        return await self._decoder.decode(picture.data, picture.param, video=picture.video)
 
 
 def pictures_of(prompt: Prompt) -> list[Picture]:

@@ -97,6 +97,7 @@ class _Part(Item, gc=False):
     type: Name
     text: str | None = None
     image_url: _ImageUrl | str | None = None
+    video_url: _ImageUrl | str | None = None
     refusal: str | None = None
     thinking: str | list[_Thought] | None = None
 
@@ -923,12 +924,14 @@ def _text_of(part: _Part, place: str, role: str, images: media.Images) -> str:
             return part.refusal
         case kind if role == "assistant" and kind in _THOUGHTS:
             return ""  # see _thoughts
-        case "image_url" if images.read and role in ("user", "tool"):
-            if not isinstance(part.image_url, _ImageUrl):
-                raise RequestError("expected an object with a `url`", f"{place}.image_url")
-            return images.of_url(part.image_url.url, f"{place}.image_url.url")
-        case "image_url" if images.read:
-            raise RequestError(f"images are read in messages of users and tools, not of role {role}", f"{place}.type")
+        case "image_url" | "video_url" as kind if images.read and role in ("user", "tool"):
+            given = part.image_url if kind == "image_url" else part.video_url
+            if not isinstance(given, _ImageUrl):
+                raise RequestError("expected an object with a `url`", f"{place}.{kind}")
+            return images.of_url(given.url, f"{place}.{kind}.url", video=kind == "video_url")
+        case "image_url" | "video_url" as kind if images.read:
+            names = f"{kind.removesuffix('_url')}s"
+            raise RequestError(f"{names} are read in messages of users and tools, not of role {role}", f"{place}.type")
         case kind if role == "tool" and (instead := media.in_result(kind)) is not None:
             return instead
         case kind:
