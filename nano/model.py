@@ -301,8 +301,14 @@ def forward(
 
     `weights` come from `effective`; bias float32 [M, E], tokens int64 [T].
     """
+    return blocks(config, weights, bias, F.embedding(tokens, weights["embed"]), layout, code)
+
+
+def blocks(
+    config: K2Config, weights: Weights, bias: Tensor, x_TD: Tensor, layout: Layout, code: Compiled
+) -> tuple[Tensor, Tensor]:
+    """As `forward`, from embeddings x_TD [T, D]."""
     cos, sin = angles(config, layout.positions)
-    x_TD = F.embedding(tokens, weights["embed"])
     loads: list[Tensor] = []
     for layer in layers(config, weights, bias):
         if isinstance(layer.mlp, Moe):

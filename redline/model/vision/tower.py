@@ -137,25 +137,31 @@ class VisionTower:
     def _placed(self, grid: Grid) -> Tensor:
         """What each patch adds for its position: float32 [patches, width]. One frame has no term of time."""
         frames, rows, columns = grid
-        table = self._positions
-        if (rows, columns) != (self.config.rows, self.config.columns):
-            down, across = (
-                _bicubic(*of, self.device) for of in ((self.config.rows, rows), (self.config.columns, columns))
-            )
-            table = down @ table @ across.T
+        table = positions_between(self._positions, rows, columns)
         places = table.permute(1, 2, 0).reshape(1, rows * columns, -1)
         if frames > 1:
             places = places + self._times[:frames, None]
         return places.reshape(grid.patches, -1)
 
     def _angles(self, grid: Grid) -> Tensor:
-        """[patches, head / 2]: pairs alternate between column and row, as in all frames."""
-        frames, rows, columns = grid
-        frequencies = _THETA ** -(torch.arange(0, self.config.head, 4, device=self.device) / self.config.head)
-        x = torch.arange(columns, device=self.device).repeat(rows)
-        y = torch.arange(rows, device=self.device).repeat_interleave(columns)
-        angles = torch.stack([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1).flatten(1)
-        return angles.repeat(frames, 1)
+        """[patches, head / 2], as in all frames."""
+        return position_angles(self.config.head, grid.rows, grid.columns, self.device).repeat(grid.frames, 1)
+
+
+def position_angles(head: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    """float32 [rows * columns, head / 2]: by which pairs of a query turn, alternately for the column and the row."""
+    frequencies = _THETA ** -(torch.arange(0, head, 4, device=device) / head)
+    x = torch.arange(columns, device=device).repeat(rows)
+    y = torch.arange(rows, device=device).repeat_interleave(columns)
+    return torch.stack([x[:, None] * frequencies, y[:, None] * frequencies], dim=-1).flatten(1)
+
+
+def positions_between(table: Tensor, rows: int, columns: int) -> Tensor:
+    """The table of positions [width, R, C], float32, interpolated to [width, rows, columns]."""
+    if (rows, columns) == table.shape[1:]:
+        return table
+    down, across = (_bicubic(*of, table.device) for of in zip(table.shape[1:], (rows, columns), strict=True))
+    return down @ table @ across.T
 
 
 def _bicubic(size: int, new_size: int, device: torch.device) -> Tensor:

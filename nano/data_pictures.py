@@ -1,0 +1,355 @@
+"""Pictures and questions about them: shapes, colours, counts, places, sizes, words and numbers, bars, two pictures.
+
+A drawing is made at random, with every property that the question does not ask for drawn as freely as the others. As
+for text, a fifth of the wordings are held out for the split "families"; words and numbers of the split "values" are
+never written in training.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import cos, pi, sin
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+from nano.sample import Split
+from nano.wordings import INSTANT, casual, reserved, wordings
+
+COLOURS = {
+    "red": (214, 40, 40), "green": (44, 160, 60), "blue": (36, 80, 210), "yellow": (245, 210, 40),
+    "black": (20, 20, 20), "orange": (245, 130, 30), "purple": (130, 60, 170), "pink": (245, 130, 180),
+}  # fmt: skip
+GROUNDS = ((255, 255, 255), (244, 244, 240), (232, 238, 246), (224, 224, 224), (250, 243, 224))
+SHAPES = ("circle", "square", "triangle", "star")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+WORDS = tuple(
+    """
+    cat dog sun moon tree fish bird book lamp door rain snow wind fire lake road ship boat star leaf milk rice
+    salt corn blue gold iron wool desk wall roof hill rock sand wave king farm shop town gift song game ball
+    cake soup bread apple water house green chair table plant stone river cloud light music paper train horse
+    mouse tiger lemon grape honey exit open stop push pull start sale menu home search send save help login
+    error draft total north south east west
+    """.split()  # noqa: SIM905
+)
+
+_ASKED = {
+    "shape": """
+        What shape is in the picture?
+        Which shape is this?
+        What shape do you see?
+        Name the shape.
+        What is the shape in this image?
+        What is drawn here?
+        Tell me the shape in the picture.
+        Which shape does the image show?
+        What kind of shape is it?
+        Look at the picture. Which shape is it?
+    """,
+    "colour": """
+        What colour is the {s}?
+        Which colour does the {s} have?
+        What color is the {s}?
+        Name the colour of the {s}.
+        The {s} in the picture: what colour is it?
+        Tell me the colour of the {s}.
+        What is the colour of the {s} in this image?
+        Which color is the {s}?
+        Look at the {s}. What colour is it?
+        In what colour is the {s} drawn?
+    """,
+    "count": """
+        How many {s}s are there?
+        How many {s}s do you see?
+        Count the {s}s.
+        What is the number of {s}s in the picture?
+        How many {s}s does the image show?
+        Tell me how many {s}s there are.
+        Number of {s}s?
+        How many {s}s can you find in this picture?
+        Please count the {s}s in the image.
+        How many {s}s are drawn here?
+    """,
+    "place": """
+        Where is the {c} {s}?
+        In which corner is the {c} {s}?
+        Where in the picture is the {c} {s}?
+        Which corner holds the {c} {s}?
+        Where do you see the {c} {s}?
+        Tell me where the {c} {s} is.
+        What is the position of the {c} {s}?
+        In what part of the image is the {c} {s}?
+        Locate the {c} {s}.
+        Find the {c} {s}. Where is it?
+    """,
+    "size": """
+        Which shape is larger?
+        Which of the two shapes is bigger?
+        What is the bigger shape?
+        Which one is larger in the picture?
+        Name the larger shape.
+        Which shape is the biggest?
+        Of the two shapes, which is larger?
+        What shape is bigger in this image?
+        Tell me which shape is larger.
+        Which shape takes more room?
+    """,
+    "word": """
+        What does the picture say?
+        Which word is written here?
+        Read the text.
+        What is written in the image?
+        What word do you see?
+        Read the word in the picture.
+        What does it say?
+        Which text is in this image?
+        Tell me what is written here.
+        What is the text in the picture?
+    """,
+    "bars": """
+        Which bar is taller?
+        Which of the two bars is higher?
+        Which bar has the larger value?
+        What colour is the tallest bar?
+        Which bar is the largest in the chart?
+        Name the taller bar.
+        In the chart, which bar is higher?
+        Which bar stands highest?
+        Tell me which bar is larger.
+        Look at the chart. Which bar is the tallest?
+    """,
+    "two": """
+        Which picture shows a {c} {s}?
+        Which of the two images has a {c} {s}?
+        Is the {c} {s} in the first or the second picture?
+        In which picture is the {c} {s}?
+        Where is the {c} {s}: in the first or in the second image?
+        Which image contains the {c} {s}?
+        First or second picture: which one has the {c} {s}?
+        Tell me which picture shows the {c} {s}.
+        Which one of these pictures has a {c} {s}?
+        The {c} {s} is in which picture?
+    """,
+}
+ASKED = {kind: wordings(lines) for kind, lines in _ASKED.items()}
+KINDS = tuple(ASKED)
+
+
+@dataclass
+class Drawing:
+    """Pictures, a question about them, and the short answer, with the sentence that reasons it."""
+
+    kind: str
+    pictures: list[Image.Image]
+    question: str
+    reasoning: str
+    answer: str
+    thinking: bool = True
+
+
+class _Thing(NamedTuple):
+    """A shape on a canvas: its centre and half of its size, in pixels."""
+
+    shape: str
+    colour: str
+    x: float
+    y: float
+    half: float
+
+
+def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int]) -> Drawing:
+    """One of this kind; pictures have `size` in pixels, width and height."""
+    made = _MADE[kind](rng, split, size)
+    question = casual(rng, ASKED[kind].pick(rng, split).format(**made.names))
+    thinking = split != "train" or rng.random() >= INSTANT
+    return Drawing(kind, made.pictures, question, made.reasoning, made.answer, thinking)
+
+
+class _Made(NamedTuple):
+    pictures: list[Image.Image]
+    reasoning: str
+    answer: str
+    names: dict[str, Any]
+
+
+def _canvas(rng: random.Random, size: tuple[int, int]) -> Image.Image:
+    return Image.new("RGB", size, rng.choice(GROUNDS))
+
+
+def _tinted(rng: random.Random, colour: str) -> tuple[int, ...]:
+    """The colour, a little lighter or darker."""
+    shift = rng.randint(-18, 18)
+    return tuple(min(255, max(0, value + shift)) for value in COLOURS[colour])
+
+
+def put(image: Image.Image, thing: _Thing, fill: tuple[int, ...]) -> None:
+    """Draws a shape."""
+    pen, (_, _, x, y, h) = ImageDraw.Draw(image), thing
+    match thing.shape:
+        case "circle":
+            pen.ellipse((x - h, y - h, x + h, y + h), fill=fill)
+        case "square":
+            pen.rectangle((x - h, y - h, x + h, y + h), fill=fill)
+        case "triangle":
+            pen.polygon([(x, y - h), (x - h, y + h), (x + h, y + h)], fill=fill)
+        case _:
+            inner = 0.42 * h
+            points = [
+                (x + (h, inner)[k % 2] * sin(k * pi / 5), y - (h, inner)[k % 2] * cos(k * pi / 5)) for k in range(10)
+            ]
+            pen.polygon(points, fill=fill)
+
+
+def _placed(rng: random.Random, shape: str, colour: str, size: tuple[int, int], share: tuple[float, float]) -> _Thing:
+    """A shape that fits on the canvas. share: of the shorter side that its size is, least and most."""
+    half = min(size) * rng.uniform(*share) / 2
+    x, y = (rng.uniform(half + 2, side - half - 2) for side in size)
+    return _Thing(shape, colour, x, y, half)
+
+
+def _drawn(rng: random.Random, size: tuple[int, int], things: list[_Thing]) -> Image.Image:
+    image = _canvas(rng, size)
+    for thing in things:
+        put(image, thing, _tinted(rng, thing.colour))
+    return image
+
+
+def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] = (0.3, 0.85)) -> _Thing:
+    return _placed(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), size, share)
+
+
+def _shape(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    thing = _one(rng, size)
+    return _Made([_drawn(rng, size, [thing])], f"A {thing.colour} {thing.shape}.", thing.shape, {})
+
+
+def _colour(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    thing = _one(rng, size)
+    return _Made([_drawn(rng, size, [thing])], f"A {thing.colour} {thing.shape}.", thing.colour, {"s": thing.shape})
+
+
+def _apart(
+    rng: random.Random, size: tuple[int, int], count: int, share: tuple[float, float]
+) -> list[tuple[float, ...]]:
+    """Centres and half sizes of shapes that do not touch."""
+    found: list[tuple[float, ...]] = []
+    while len(found) < count:
+        found = []
+        for _ in range(40 * count):
+            half = min(size) * rng.uniform(*share) / 2
+            x, y = (rng.uniform(half + 2, side - half - 2) for side in size)
+            if all(max(abs(x - a), abs(y - b)) > half + c + 4 for a, b, c in found):
+                found.append((x, y, half))
+            if len(found) == count:
+                break
+        share = share[0] * 0.9, share[1] * 0.9
+    return found
+
+
+def _count(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    shape, number = rng.choice(SHAPES), rng.randint(1, 6)
+    one_colour = rng.choice(list(COLOURS)) if rng.random() < 0.6 else None
+    things = [
+        _Thing(shape, one_colour or rng.choice(list(COLOURS)), *place)
+        for place in _apart(rng, size, number, (0.14, 0.26))
+    ]
+    plural = "" if number == 1 else "s"
+    return _Made(
+        [_drawn(rng, size, things)], f"{NUMBERS[number].capitalize()} {shape}{plural}.", NUMBERS[number], {"s": shape}
+    )
+
+
+CORNERS = ("top left", "top right", "bottom left", "bottom right")
+
+
+def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    """One to three shapes in different corners; the question is about one of them."""
+    width, height = size
+    corners = rng.sample(range(4), rng.randint(1, 3))
+    kinds = rng.sample([(shape, colour) for shape in SHAPES for colour in COLOURS], len(corners))
+    things: list[_Thing] = []
+    for corner, (shape, colour) in zip(corners, kinds, strict=True):
+        half = min(size) * rng.uniform(0.14, 0.36) / 2
+        x = rng.uniform(half + 2, width / 2 - half - 2) + (width / 2 if corner % 2 else 0)
+        y = rng.uniform(half + 2, height / 2 - half - 2) + (height / 2 if corner > 1 else 0)
+        things.append(_Thing(shape, colour, x, y, half))
+    asked = things[0]
+    answer = CORNERS[corners[0]]
+    reasoning = f"The {asked.colour} {asked.shape} is at the {answer}."
+    return _Made([_drawn(rng, size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape})
+
+
+def _size(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    first, second = rng.sample(SHAPES, 2)
+    small = rng.uniform(0.14, 0.26)
+    large = small * rng.uniform(1.5, 2.2)
+    side = rng.random() < 0.5
+    things: list[_Thing] = []
+    for shape, share, left in ((first, large, side), (second, small, not side)):
+        half = min(size) * share / 2
+        x = rng.uniform(half + 2, size[0] / 2 - half) + (0 if left else size[0] / 2 - 2)
+        things.append(_Thing(shape, rng.choice(list(COLOURS)), x, rng.uniform(half + 2, size[1] - half - 2), half))
+    return _Made([_drawn(rng, size, things)], f"The {first} is larger than the {second}.", first, {})
+
+
+def _text_of(rng: random.Random, split: Split) -> str:
+    while True:
+        if rng.random() < 0.3:
+            text = str(rng.randint(0, 999))
+        else:
+            text = rng.choice(WORDS)
+            text = rng.choice((text, text.upper(), text.capitalize()))
+        if reserved("picture", text.lower()) == (split == "values"):
+            return text
+
+
+def _word(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    text, image = _text_of(rng, split), _canvas(rng, size)
+    points = rng.randint(22, 44)
+    font = ImageFont.load_default(points)
+    pen = ImageDraw.Draw(image)
+    left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
+    while right - left > size[0] - 8:
+        points -= 2
+        font = ImageFont.load_default(points)
+        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
+    x = rng.uniform(4, size[0] - (right - left) - 4) - left
+    y = rng.uniform(4, max(5, size[1] - (bottom - top) - 4)) - top
+    pen.text((x, y), text, font=font, fill=_tinted(rng, rng.choice(["black", "black", "blue", "red", "green"])))
+    return _Made([image], f'It says "{text}".', text, {})
+
+
+def _bars(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    count = rng.randint(2, 4)
+    colours = rng.sample(list(COLOURS), count)
+    while True:
+        heights = [rng.uniform(0.15, 0.9) for _ in range(count)]
+        high, next_high = sorted(heights, reverse=True)[:2]
+        if high - next_high > 0.1:
+            break
+    image = _canvas(rng, size)
+    pen, (width, height) = ImageDraw.Draw(image), size
+    room = width / count
+    for place, (colour, share) in enumerate(zip(colours, heights, strict=True)):
+        left = place * room + room * rng.uniform(0.12, 0.22)
+        right = (place + 1) * room - room * rng.uniform(0.12, 0.22)
+        pen.rectangle((left, height - 6 - share * (height - 12), right, height - 6), fill=_tinted(rng, colour))
+    if rng.random() < 0.7:
+        pen.line((0, height - 5, width, height - 5), fill=COLOURS["black"], width=2)
+    answer = colours[heights.index(high)]
+    return _Made([image], f"The {answer} bar is the tallest.", answer, {})
+
+
+def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+    kinds = rng.sample([(shape, colour) for shape in SHAPES for colour in COLOURS], 2)
+    pictures = [_drawn(rng, size, [_placed(rng, *kind, size, (0.3, 0.8))]) for kind in kinds]
+    place = rng.randrange(2)
+    shape, colour = kinds[place]
+    answer = ("first", "second")[place]
+    return _Made(pictures, f"The {answer} picture shows a {colour} {shape}.", answer, {"c": colour, "s": shape})
+
+
+_MADE: dict[str, Callable[[random.Random, Split, tuple[int, int]], _Made]] = {
+    "shape": _shape, "colour": _colour, "count": _count, "place": _place, "size": _size, "word": _word, "bars": _bars,
+    "two": _two,
+}  # fmt: skip
