@@ -162,7 +162,7 @@ clean:
 	@echo "installing foreign clients into .venv-clients (a minute, once)"
 	@.venv/bin/python -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check pytest litellm==1.106.2 instructor==1.17.0 \
-	  langchain-openai==1.7.3 langchain-anthropic==1.7.7 'pydantic-ai-slim[openai,anthropic]==2.31.1' openai-agents==0.20.0
+	  langchain-openai==1.7.3 langchain-anthropic==1.7.7 'pydantic-ai-slim[openai,anthropic]==2.31.1' openai-agents==0.20.0 pillow==13.0.0
 	@touch $@
 
 # Coding agents. Each is a program of its own; aider's pins are older still.

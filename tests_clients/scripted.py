@@ -2,7 +2,8 @@
 
 Kimi-Nano is too small for an agent's task, and whether calls and their results go there and back is what matters here.
 The script decides by the prompt alone. It reads note.txt with the agent's own tool and gives back the word in it, after
-log-0.txt, log-1.txt, ... of which there are FILES. Asked for a summary of the conversation, it gives one, and goes on
+log-0.txt, log-1.txt, ... of which there are FILES. If it is asked about picture.png, it reads that instead, and gives
+the number of its tokens. Asked for a summary of the conversation, it gives one, and goes on
 with note.txt. Where no tool reads files, it answers with an edit of note.txt in aider's form.
 
 CONTEXT is in tokens of the tests' tokenizer, about one for each character. Requests need a key of the file KEYS. The
@@ -18,12 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redline.media.rules import ImageRules
 from redline.messages.delta import Delta
 from redline.messages.job import Job
 from tests.api.fake_engine import say
-from tests.api.world import TOKENIZER, World, ids
+from tests.api.world import PATIENT, TOKENIZER, World, ids
 
 READERS = (  # agents' tools that read a file or run a command, and the argument that they take
     ("Read", "file_path", "{}"),
@@ -38,6 +41,7 @@ SUMMARISE = re.compile(
     r"summary of the conversation|summarizes a conversation|(checkpoint|anchored|handoff) (compaction|summary)", re.I
 )
 SUMMARY = "The logs are read; note.txt is left."
+PICTURE, PAD = "picture.png", "<|media_pad|>"
 WORD = re.compile(r"The word is (\w+-\d+)\.")
 EDIT = "note.txt\n<<<<<<< SEARCH\nThe word is {word}.\n=======\nThe word was {word}.\n>>>>>>> REPLACE\n"
 
@@ -45,6 +49,8 @@ EDIT = "note.txt\n<<<<<<< SEARCH\nThe word is {word}.\n=======\nThe word was {wo
 def reply(prompt: str, files: int) -> str:
     """What the model says next: a summary, the answer, a call or an edit."""
     asked = prompt.rpartition("<|im_user|>")[2]
+    if seen := prompt.count(PAD):
+        return f"It has {seen} tokens."
     if SUMMARISE.search(asked) and "## Return of" not in asked:
         return f"<summary>{SUMMARY}</summary>"
     before, summary, since = prompt.rpartition(SUMMARY)
@@ -56,6 +62,8 @@ def reply(prompt: str, files: int) -> str:
     if results and word:
         return f"It is {word[1]}."
     name = "note.txt" if summary or len(results) >= files else f"log-{len(results)}.txt"
+    if PICTURE in asked:
+        name = PICTURE
     tool, argument, form = reader
     given = json.dumps({argument: form.format(Path.cwd() / name)})
     index = before.count("## Return of") + len(results)
@@ -112,7 +120,9 @@ def recorded(app: ASGIApp, record: Path) -> ASGIApp:
 
 
 async def main(record: Path, context: int, files: int, keys: str) -> None:
-    async with World(lambda job: script(record, files, job), max_model_len=context, keys_file=keys) as world:
+    limits = msgspec.structs.replace(PATIENT, images=16)
+    given: dict[str, Any] = {"limits": limits, "max_model_len": context, "keys_file": keys, "rules": ImageRules()}
+    async with World(lambda job: script(record, files, job), **given) as world:
         world.app = recorded(world.app, record)
         async with world.listening() as url:
             print(url, flush=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / ".venv-clients"
@@ -23,6 +24,7 @@ MODEL, KEY = "kimi-nano", "sk-of-an-agent"
 LIMIT_S = 180
 ROOMY, TIGHT = 1_000_000, 100_000  # tokens of context; an agent's instructions and tools take about 50,000
 ASKED = "What word is in note.txt?"
+SEEN = "How many tokens has picture.png?"  # of 224 x 224 pixels: 64
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -73,6 +75,7 @@ def desk(tmp_path: Path) -> Desk:
     made.home.mkdir()
     made.repository.mkdir()
     (made.repository / "note.txt").write_text(f"The word is {made.word}.\n")
+    Image.new("RGB", (224, 224), "red").save(made.repository / "picture.png")
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "A note."]):
         drive(made, "git", *words)
     return made
@@ -149,11 +152,11 @@ def assert_compacted(done: Done, desk: Desk) -> None:
 # -------------------------------------------------------------------------------------------------------- Claude Code
 
 
-def claude(desk: Desk, context: int = ROOMY, logs: int = 0, **variables: str) -> Done:
+def claude(desk: Desk, context: int = ROOMY, logs: int = 0, asked: str = ASKED, **variables: str) -> Done:
     off = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY"), "1")
     with served(desk, context, logs) as url:
         address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": KEY}
-        printed = drive(desk, AGENTS / "claude", "-p", ASKED, **address, **off, **variables)
+        printed = drive(desk, AGENTS / "claude", "-p", asked, **address, **off, **variables)
     return Done(desk, printed)
 
 
@@ -161,6 +164,14 @@ def test_claude_code_reads_a_file(desk: Desk) -> None:
     done = claude(desk)
     assert_read(done, desk, "POST /v1/messages", "Read")
     assert done.asked[0]["body"]["model"].startswith("claude")
+
+
+def test_claude_code_reads_a_picture(desk: Desk) -> None:
+    done = claude(desk, asked=SEEN)
+    assert not done.refused
+    results = [block["content"] for block in done.asked[-1]["body"]["messages"][-1]["content"] if "content" in block]
+    assert [part["type"] for part in results[-1]] == ["image"]
+    assert done.answer.endswith("It has 64 tokens.")
 
 
 def test_claude_code_compacts_where_it_knows_the_context(desk: Desk) -> None:
@@ -218,16 +229,28 @@ def test_codex_compacts_where_it_knows_the_context(desk: Desk) -> None:
 # ----------------------------------------------------------------------------------------------------------- OpenCode
 
 
-def test_opencode_reads_a_file(desk: Desk) -> None:
+def opencode(desk: Desk, *words: str) -> Done:
     off = (f"OPENCODE_DISABLE_{name}" for name in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS"))
     with served(desk, ROOMY, logs=0) as url:
         options = {"baseURL": f"{url}/v1", "apiKey": KEY}
-        models = {MODEL: {"limit": {"context": ROOMY, "output": 32_000}}}
+        sees = {"attachment": True, "modalities": {"input": ["text", "image"], "output": ["text"]}}
+        models = {MODEL: {"limit": {"context": ROOMY, "output": 32_000}, **sees}}
         provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
         settings = {"provider": {"redline": provider}, "model": f"redline/{MODEL}", "share": "disabled"}
         desk.give(".config/opencode/opencode.json", json.dumps(settings))
-        printed = drive(desk, AGENTS / "opencode", "run", ASKED, **dict.fromkeys(off, "1"))
-    assert_read(Done(desk, printed), desk, "POST /v1/chat/completions", "read")
+        printed = drive(desk, AGENTS / "opencode", "run", *words, **dict.fromkeys(off, "1"))
+    return Done(desk, printed)
+
+
+def test_opencode_reads_a_file(desk: Desk) -> None:
+    assert_read(opencode(desk, ASKED), desk, "POST /v1/chat/completions", "read")
+
+
+def test_opencode_sends_a_picture(desk: Desk) -> None:
+    """Through Vercel's AI SDK."""
+    done = opencode(desk, SEEN, "--file", "picture.png")
+    assert not done.refused
+    assert done.answer.endswith("It has 64 tokens.")
 
 
 # -------------------------------------------------------------------------------------------------------------- aider

@@ -31,12 +31,21 @@ class FakeEngine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def serve(
-        self, gateway: Gateway, max_model_len: int = 4096, name: str = "worker", role: Role = "both", epoch: int = 1
+        self,
+        gateway: Gateway,
+        max_model_len: int = 4096,
+        name: str = "worker",
+        role: Role = "both",
+        epoch: int = 1,
+        image_tokens: int = 0,
     ) -> WorkerHandle:
-        """Join this gateway as a worker, and become ready at once."""
+        """Join this gateway as a worker, and become ready at once. image_tokens: as in `Ready`."""
         link = gateway.monitor.join(name, self, role, epoch)
         self._deliver = functools.partial(deliver, gateway, link)
-        self._deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
+        ready = Ready(
+            max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake", image_tokens=image_tokens
+        )
+        self._deliver(ready)
         return link
 
     def put(self, message: Wire) -> None:

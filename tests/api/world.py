@@ -26,6 +26,7 @@ from redline.api.telemetry.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
+from redline.media.rules import ImageRules
 from tests.api.fake_engine import FakeEngine, Script, say
 from tests.clocks import Timers
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -125,12 +126,14 @@ class World:
         clock: Callable[[], float] = clock.monotonic,
         targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
+        rules: ImageRules | None = None,
         **config: Any,
     ) -> None:
+        """rules: None: the model reads no images."""
         self.engine = FakeEngine(script)
         self.metrics = Metrics(MODEL, itertools.count().__next__)  # each scrape is a new one
-        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets, replica)
-        self.link = self.engine.serve(self.gateway, max_model_len)
+        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets, replica, rules)
+        self.link = self.engine.serve(self.gateway, max_model_len, image_tokens=0 if rules is None else max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
         self.gateway.builder.grammars.trials._children = [Here(TOKENIZER), Here(TOKENIZER)]
         self.app: ASGIApp = create_app(self.gateway, self.config)
