@@ -231,7 +231,7 @@ def requests(number: int, asked: Asked, ids: Sequence[int]) -> list[Request]:
         Request(CHAT_SEEDED, asked.place, CHAT, {**chat, **seeded, **(scored if number % 4 == 1 else {})}),
     ]
     turn = number // 3
-    text = asked.prompt.messages[-1].content or ""
+    text = asked.prompt.messages[-1].text
     prompt = {"prompt": text if turn % 2 and text else list(ids)}
     completion = {**prompt, "logprobs": TOP, "max_tokens": COMPLETED_TOKENS}
     match number % 3:
@@ -243,7 +243,7 @@ def requests(number: int, asked: Asked, ids: Sequence[int]) -> list[Request]:
             body = {**completion, "temperature": 1, "seed": -number, **mix}
             found.append(Request(TEXT_SEEDED, asked.place, COMPLETIONS, body))
         case _:
-            top = TOP if sum(len(one.content or "") for one in asked.prompt.messages) < LONG_CHARS else 1
+            top = TOP if sum(len(one.text) for one in asked.prompt.messages) < LONG_CHARS else 1
             found.append(_scoring(turn, asked, prompt, chat, top))
     return found
 

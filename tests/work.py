@@ -1,5 +1,6 @@
 """The amount of work of a call, counted: a bound that holds on any machine, instead of seconds."""
 
+import gc
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -8,7 +9,8 @@ from typing import Any
 
 
 def lines(work: Callable[[], object]) -> int:
-    """How many lines of Python `work` executes in this thread, including those of functions that it calls."""
+    """How many lines of Python `work` executes in this thread, including those of functions that it calls, and without
+    those of finalizers, which would run if objects of other tests were collected meanwhile."""
     count = 0
 
     def trace(_: FrameType, event: str, __: Any) -> Any:
@@ -16,12 +18,15 @@ def lines(work: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 

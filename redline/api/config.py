@@ -51,7 +51,7 @@ class Limits(Record, frozen=True):
     image_bytes: int = 20 * MIB  # of one image file
     image_pixels: int = 64_000_000  # of one image or frame, width x height
     video_bytes: int = 20 * MIB  # of one video file
-    video_frames: int = 64  # of one video, as sampled; 0: none is read
+    video_frames: int = 56  # in the videos of one request, as sampled; 0: none is read
     body_seconds: float = 60.0  # within which the whole body has to arrive
 
 

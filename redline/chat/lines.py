@@ -3,11 +3,13 @@
 Evaluation sets and prompts for drafters use such lines with additional fields (`class Line(Chat)`).
 """
 
+import base64
+from collections.abc import Iterator
 from typing import Any, Literal, cast
 
 import msgspec
 
-from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.conversation import Conversation, Message, Picture, Tool, ToolCall
 from redline.messages.base import Record
 
 DEPTH = 64  # nesting of a tool's parameters: the template walks through them
@@ -29,15 +31,49 @@ class CallMade(Record, frozen=True):
     type: Literal["function"] = "function"
 
 
+class ImageUrl(Record, frozen=True):
+    """The address of an image: a data URL."""
+
+    url: str
+
+
+class ContentPart(Record, frozen=True):
+    """A text or an image in a message. Raises ValueError if it has not what its type says, or for another address."""
+
+    type: Literal["text", "image_url"]
+    text: str = ""
+    image_url: ImageUrl | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "text":
+            return
+        url = "" if self.image_url is None else self.image_url.url
+        if not url.startswith("data:image/") or ";base64," not in url[:80]:
+            raise ValueError("a part of type image_url needs a data URL: data:image/png;base64,...")
+
+    @property
+    def file(self) -> bytes:
+        """The image file. Raises ValueError if its base64 is not valid."""
+        assert self.image_url is not None, "a text has no file"
+        return base64.b64decode(self.image_url.url.partition(";base64,")[2], validate=True)
+
+
 class Turn(Record, frozen=True):
     """One message in OpenAI's shape."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None  # None: empty
+    content: str | tuple[ContentPart, ...] | None = None  # None: empty
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: tuple[CallMade, ...] = ()
     tool_call_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content without its images."""
+        if isinstance(self.content, tuple):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class DeclaredFunction(Record, frozen=True):
@@ -77,12 +113,21 @@ class Chat(Record, frozen=True):
     thinking: bool = True
 
 
+def _pictures(turn: Turn) -> Iterator[Picture]:
+    before = 0
+    for part in turn.content if isinstance(turn.content, tuple) else ():
+        if part.type == "image_url":
+            yield Picture(at=before, data=part.file)
+        before += len(part.text)
+
+
 def conversation(chat: Chat) -> Conversation:
     """Converts a chat from a file into the template's Conversation."""
     messages = tuple(
         Message(
             role=turn.role,
-            content=turn.content or "",
+            content=turn.text,
+            pictures=tuple(_pictures(turn)),
             name=turn.name,
             reasoning=turn.reasoning_content or "",
             tool_calls=tuple(

@@ -63,7 +63,7 @@ class Requests(Record, frozen=True):
     ] = 16
     video_frames: Annotated[
         Annotated[int, Meta(ge=0, le=2048)],
-        setting("frames of one video, at two a second, with the extra `video`; 0: no video is read"),
+        setting("frames in the videos of one request, two a second, with the extra `video`; 0: none"),
     ] = Limits().video_frames
     queue_tokens: Annotated[Count, setting("prompt tokens that may wait for a first token; beyond them 503")] = (
         Limits().queue_tokens

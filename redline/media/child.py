@@ -12,6 +12,7 @@ import sys
 import msgspec
 
 from redline.frames import read_frame, write_frame
+from redline.media.hashing import image_hash
 from redline.media.image import BadImage, read_image
 from redline.media.rules import ImageLayout, ImageRules
 from redline.media.video import read_video
@@ -27,6 +28,7 @@ class DecodedItem(msgspec.Struct, array_like=True):
 
     layout: ImageLayout
     patches: bytes  # uint8 [frames x rows x columns, 3, patch, patch]
+    hash: bytes  # of the patches and their grid
     frames: int = 1
     time: str = ""  # of a chunk: of its first frame
 
@@ -54,16 +56,19 @@ def decoded(data: bytes, rules: ImageRules, most_pixels: int, most_frames: int) 
     try:
         if kind == VIDEO:
             chunks = read_video(file, rules, most_pixels, most_frames)
-            items = [DecodedItem(one.layout, one.patches.tobytes(), one.frames, one.time) for one in chunks]
+            items = [_item(one.layout, one.patches.tobytes(), one.frames, one.time) for one in chunks]
         else:
             pixels = read_image(file, rules, most_pixels)
-            items = [DecodedItem(pixels.layout, pixels.patches.tobytes())]
+            items = [_item(pixels.layout, pixels.patches.tobytes())]
     except BadImage as error:
         return Decoded(refused=str(error))
     except MemoryError:
-        what = "video" if kind == VIDEO else "image"
-        return Decoded(refused=f"Could not process {what}: decoding it takes more memory than allowed")
+        return Decoded(refused="Could not process image: decoding it takes more memory than allowed")
     return Decoded(items=tuple(items))
+
+
+def _item(layout: ImageLayout, patches: bytes, frames: int = 1, time: str = "") -> DecodedItem:
+    return DecodedItem(layout, patches, image_hash(patches, frames, layout.rows, layout.columns), frames, time)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from redline.child_process import ChildProcess
+from redline.child_process import REPLY_BYTES, ChildProcess
 from redline.errors import Overloaded, RequestError
 from redline.media.child import IMAGE, VIDEO, Decoded, DecodedItem
 from redline.media.rules import ImageRules
@@ -22,7 +22,14 @@ class ImageDecoder:
         """most_pixels: limit on width x height of a file. most_frames: limit on the sampled frames of a video.
         decode_s: time limit of one file."""
         arguments = msgspec.json.encode(rules).decode(), str(most_pixels), str(most_frames)
-        self.child = ChildProcess("redline.media.child", *arguments, unable="images cannot be decoded now")
+        frames = most_frames * rules.most_patches(rules.in_patch_limit_each_frame)
+        values = 3 * rules.patch_size**2 * max(frames, rules.most_patches(rules.in_patch_limit))
+        self.child = ChildProcess(
+            "redline.media.child",
+            *arguments,
+            unable="images and videos cannot be decoded now",
+            reply_bytes=max(REPLY_BYTES, values + (1 << 20)),
+        )
         self.decode_s = decode_s
         self._turn = asyncio.Lock()
         self._waiting = 0
@@ -34,7 +41,7 @@ class ImageDecoder:
         """
         what = "video" if video else "image"
         if self._waiting >= WAITING:
-            raise Overloaded(f"{self._waiting} images wait to be decoded; try again later")
+            raise Overloaded(f"{self._waiting} images and videos wait to be decoded; try again later")
         self._waiting += 1
         try:
             async with self._turn:

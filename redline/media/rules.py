@@ -74,6 +74,11 @@ class ImageRules(msgspec.Struct, frozen=True):
         tower = config.get("vision_config") and any(name.startswith("vision_tower.") for name in names)
         return cls.of(folder) if tower and (folder / "preprocessor_config.json").exists() else None
 
+    def most_patches(self, patch_limit: int) -> int:
+        """A bound on the patches of an image with this limit: sides are floored to patches before they are compared
+        with it, and padded up to whole tokens afterwards."""
+        return patch_limit + 4 * self.merge_kernel_size * (self.patch_limit_on_one_side + self.merge_kernel_size)
+
     def layout(self, width: int, height: int, patch_limit: int | None = None) -> ImageLayout:
         """The layout of an image of this size in pixels, after its orientation has been applied. patch_limit: None:
         `in_patch_limit`."""

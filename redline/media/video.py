@@ -9,6 +9,7 @@ first bytes and never probed, since formats such as playlists make FFmpeg open o
 import io
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,9 @@ from redline.media.image import BadImage, check_size, patches_of
 from redline.media.rules import ImageLayout, ImageRules
 
 FORMATS = "MP4, MOV, WebM, Matroska or AVI"
-CODECS = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mjpeg"])
+CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9")
+# FFmpeg opens decoders while it reads a file's head: these only. Two codecs have decoders of other names.
+DECODERS = ",".join([*CODECS, "libdav1d", "libvpx", "libvpx-vp9"])
 MOST_CODED = 1_000_000  # frames of a file
 
 
@@ -56,15 +59,19 @@ def read_video(data: bytes, rules: ImageRules, most_pixels: int, most_frames: in
                 f"Could not process video: {len(sampled)} frames at {rules.sample_fps:g} a second exceed the limit of "
                 f"{most_frames}; send a shorter part of it"
             )
-        frames = list(_decoded(data, container, sampled, most_pixels))
+        frames = _decoded(data, container, sampled, most_pixels)
+        chunks = list[VideoChunk]()
+        while some := list(islice(frames, rules.temporal_merge_kernel_size)):  # frames of one chunk in memory
+            chunks.append(_chunk(some, stream, rules))
     except BadImage:
         raise
+    except MemoryError as error:
+        raise BadImage("Could not process video: decoding it takes more memory than allowed") from error
     except Exception as error:  # of damaged files PyAV raises many kinds
         raise BadImage("Could not process video: the file is damaged or incomplete") from error
-    if not frames:
+    if not chunks:
         raise BadImage("Could not process video: the file is damaged or incomplete")
-    together = rules.temporal_merge_kernel_size
-    return [_chunk(frames[at : at + together], stream, rules) for at in range(0, len(frames), together)]
+    return chunks
 
 
 def _container(data: bytes) -> str:
@@ -81,7 +88,7 @@ def _container(data: bytes) -> str:
 def _opened(data: bytes, container: str) -> Any:
     import av  # only this process has it
 
-    return av.open(io.BytesIO(data), format=container)
+    return av.open(io.BytesIO(data), format=container, options={"codec_whitelist": DECODERS})
 
 
 def _measured(data: bytes, container: str, most_pixels: int) -> _Stream:
@@ -90,18 +97,22 @@ def _measured(data: bytes, container: str, most_pixels: int) -> _Stream:
         if not file.streams.video:
             raise BadImage("Could not process video: the file has no video stream")
         stream = file.streams.video[0]
-        if stream.codec_context.name not in CODECS:
-            raise BadImage(f"Could not process video: expected one of the codecs {', '.join(sorted(CODECS))}")
+        if stream.codec_context is None or stream.codec_context.codec.canonical_name not in CODECS:
+            raise BadImage(f"Could not process video: expected one of the codecs {', '.join(CODECS)}")
         check_size(stream.width, stream.height, most_pixels, "video")
-        rate = stream.average_rate or stream.guessed_rate
-        count = 0
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        times, count = list[int](), 0
         for packet in file.demux(stream):
             count += bool(packet.size)
+            if packet.size and packet.pts is not None:
+                times.append(packet.pts)
             if count > MOST_CODED:
                 raise BadImage(f"Could not process video: more than {MOST_CODED:,} frames")
-    if not rate or not count:
+        if len(times) > 1 and stream.time_base and max(times) > min(times):  # the rate in the header may be wrong
+            rate = (len(times) - 1) / float((max(times) - min(times)) * stream.time_base)
+    if not rate > 0 or not count:
         raise BadImage("Could not process video: the file is damaged or incomplete")
-    return _Stream(count, float(rate))
+    return _Stream(count, rate)
 
 
 def _sampled(stream: _Stream, sample_fps: float) -> list[int]:
@@ -116,14 +127,20 @@ def _decoded(data: bytes, container: str, sampled: list[int], most_pixels: int) 
     wanted = set(sampled)
     with _opened(data, container) as file:
         stream = file.streams.video[0]
-        stream.thread_type = "NONE"
+        stream.thread_type, stream.codec_context.thread_count = "NONE", 1
         for number, frame in enumerate(file.decode(stream)):
             if number in wanted:
                 check_size(frame.width, frame.height, most_pixels, "video")
-                image = frame.to_image()
-                yield number, image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                yield number, _upright(frame.to_image(), frame.rotation)
             if number >= sampled[-1]:
                 return
+
+
+def _upright(image: Image.Image, rotation: int) -> Image.Image:
+    """rotation: in degrees, counter-clockwise; other angles than quarters of a turn are ignored."""
+    turns = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
+    turn = turns.get(rotation % 360)
+    return image if turn is None else image.transpose(turn)
 
 
 def _chunk(frames: list[tuple[int, Image.Image]], stream: _Stream, rules: ImageRules) -> VideoChunk:
@@ -134,6 +151,6 @@ def _chunk(frames: list[tuple[int, Image.Image]], stream: _Stream, rules: ImageR
 
 
 def clock_time(seconds: float) -> str:
-    """hh:mm:ss.mmm"""
-    whole = round(seconds * 1000)
-    return f"{whole // 3_600_000:02}:{whole // 60_000 % 60:02}:{whole // 1000 % 60:02}.{whole % 1000:03}"
+    """hh:mm:ss.mmm, cut off and not rounded, as Kimi K2.5's processor has it."""
+    whole = int(seconds)
+    return f"{whole // 3600 % 24:02}:{whole // 60 % 60:02}:{whole % 60:02}.{int(seconds % 1 * 1000):03}"

@@ -5,6 +5,8 @@ A slot holds these ids at the positions of an image, so that the target and its 
 read an embedding, on every device, and no kernel knows of images.
 """
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from redline.messages.step import Encode
 from redline.model.k2.cpu import K2
 from redline.model.vision.config import MERGE
 from redline.model.vision.tower import Encoding, Grid, VisionTower
+
+KEPT = 4  # calls: a step that fails after an image's last block is followed by up to two that were planned before
 
 
 class VisionEncoder:
@@ -25,7 +29,8 @@ class VisionEncoder:
         self._table = model.feature_table
         device = self._table.device
         self._mean, self._std = (torch.tensor(each, device=device)[:, None, None] for each in (mean, std))
-        self._images: dict[bytes, ImageData] = {}  # until they are encoded
+        self._images: dict[bytes, ImageData] = {}  # until they are encoded, and KEPT calls longer
+        self._ended: deque[list[bytes]] = deque([[]], maxlen=KEPT)  # images that the last calls have encoded
         self._begun: dict[bytes, Encoding] = {}
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the last encodes, on a GPU
 
@@ -59,8 +64,14 @@ class VisionEncoder:
         return seconds
 
     def _run(self, encodes: tuple[Encode, ...]) -> None:
+        if len(self._ended) == KEPT:
+            for hash in self._ended[0]:
+                self._images.pop(hash, None)
+        self._ended.append([])
         for encode in encodes:
             if encode.start == 0:
+                for hashes in self._ended:  # its last step has failed
+                    hashes[:] = [hash for hash in hashes if hash != encode.hash]
                 self._begun[encode.hash] = self._begin(self._images[encode.hash])
             encoding = self._begun.get(encode.hash)
             if encoding is None or encoding.blocks != encode.start:
@@ -70,7 +81,8 @@ class VisionEncoder:
                 features = self.tower.finish(encoding)
                 rows = torch.tensor(encode.rows, device=self._table.device)
                 self._table.index_copy_(0, rows, features.to(self._table.dtype))
-                del self._begun[encode.hash], self._images[encode.hash]
+                del self._begun[encode.hash]
+                self._ended[-1].append(encode.hash)
 
     def _begin(self, image: ImageData) -> Encoding:
         grid, patch = Grid(image.frames, image.rows, image.columns), self.tower.config.patch

@@ -16,10 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import msgspec
 import torch
 from filelock import FileLock
 
 from redline import __version__, clock, limits
+from redline.chat.conversation import Conversation, Picture
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.cuda.chips import chip, use_portable_kernels
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, all_reduce_min, barrier
+from redline.media.hashing import image_hash
+from redline.media.image import BadImage, read_image
 from redline.media.rules import ImageRules
 from redline.messages.channel import Inbox, MemoryChannel, Outbox
 from redline.messages.delta import Delta
@@ -80,6 +84,7 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torc
 # reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/kv_transfer.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 _log = logging.getLogger(__name__)
+MOST_PIXELS = 64_000_000  # of an image in a file of prompts
 IMAGE_TOKENS = 16_384  # rows of the feature table: four images of 4,096 tokens
 OUTSTANDING = 512  # most jobs of one `generate` that are submitted at a time; the planner's queue is bounded
 
@@ -289,8 +294,10 @@ class Engine:
     Any number of threads may call `generate`.
     """
 
-    def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style) -> None:
+    def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style, rules: ImageRules | None = None) -> None:
+        """rules: of the model's preprocessor; None: it reads no images."""
         self.engine = engine
+        self.rules = rules
         self.tokenizer = tokenizer
         self.style = style
         self.fingerprint = engine.fingerprint
@@ -316,7 +323,30 @@ class Engine:
         progress: called with (bytes read, bytes in total). Raises ConfigError or CheckpointError.
         """
         engine = EngineCore.load(folder, config or EngineConfig(), device=device, progress=progress)
-        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder), spec_of(folder).chat))
+        style, rules = style_of(Path(folder), spec_of(folder).chat), ImageRules.of_model(folder)
+        return cls(engine, Tokenizer.open(Path(folder)), style, rules)
+
+    def seen(self, conversation: Conversation) -> Conversation:
+        """As `JobRunner.seen`."""
+        messages = tuple(
+            msgspec.structs.replace(message, pictures=tuple(map(self._seen, message.pictures)))
+            if message.pictures
+            else message
+            for message in conversation.messages
+        )
+        return msgspec.structs.replace(conversation, messages=messages)
+
+    def _seen(self, picture: Picture) -> Picture:
+        if self.rules is None:
+            raise ConfigError("the model reads no images, and a prompt has one")
+        try:
+            pixels = read_image(picture.data, self.rules, MOST_PIXELS)
+        except BadImage as error:
+            raise ConfigError(str(error)) from None
+        rows, columns, patches = pixels.layout.rows, pixels.layout.columns, pixels.patches.tobytes()
+        hash = image_hash(patches, 1, rows, columns)
+        self.images[hash] = ImageData(hash=hash, frames=1, rows=rows, columns=columns, patches=patches)
+        return msgspec.structs.replace(picture, hash=hash, rows=rows, columns=columns)
 
     def _serve(self) -> None:
         try:

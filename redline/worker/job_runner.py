@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from redline.chat.conversation import Conversation
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.messages.delta import Delta
@@ -26,6 +27,11 @@ class JobRunner(Protocol):
     def fingerprint(self) -> str:
         """Identifies the target and the number format of its KV pages; jobs are created with it
         (`chat.hashing.make_job`)."""
+        ...
+
+    def seen(self, conversation: Conversation) -> Conversation:
+        """The conversation with hash and size of each of its images, whose pixels later jobs find. Raises ConfigError
+        for an image that cannot be read, and if the target reads none."""
         ...
 
     def generate(

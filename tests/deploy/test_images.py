@@ -94,7 +94,7 @@ def test_a_video_is_read_in_chunks_with_their_times(server: Server):
         "type": "video_url",
         "video_url": {"url": "data:video/mp4;base64," + base64.b64encode(video(40, fps=2)).decode()},
     }
-    with pytest.raises(BadRequestError, match="more than 64 frames in the videos of one request"):
+    with pytest.raises(BadRequestError, match="more than 56 frames in the videos of one request"):
         chat(server, long, long)
     with pytest.raises(BadRequestError, match="videos are read in messages of users and tools"):
         chat(server, film, role="system")

@@ -105,3 +105,23 @@ async def test_too_many_images_are_an_overload(decoder: ImageDecoder, monkeypatc
     monkeypatch.setattr(module, "WAITING", 2)
     found = await asyncio.gather(*(decoder.decode(png(), str(n)) for n in range(3)), return_exceptions=True)
     assert [type(one) for one in found].count(Overloaded) == 1
+
+
+async def test_a_reply_that_is_not_read_does_not_keep_its_process(decoder: ImageDecoder):
+    """The process is killed while it writes more than the pipe and the reader hold."""
+    decoder.child._reply_bytes = 1000
+    with pytest.raises(RequestError, match="its decoder ended"):
+        await decoder.decode(png(size=(900, 900)), "a")
+    await decoder.child.ended()
+    decoder.child._reply_bytes = 1 << 24
+    (image,) = await decoder.decode(png(size=(900, 900)), "a")
+    assert len(image.patches) > 1 << 20
+
+
+async def test_the_limit_on_a_reply_holds_the_largest_video():
+    rules, frames = RULES, 56
+    decoder = ImageDecoder(rules, most_pixels=1 << 40, most_frames=frames)
+    sides = [(1920, 1080), (1280, 720), (3840, 2160), (7168, 100), (100, 7168), (895, 897), (5000, 5000)]
+    layouts = [rules.layout(*size, rules.in_patch_limit_each_frame) for size in sides]
+    most = frames * max(one.rows * one.columns for one in layouts) * 3 * 14 * 14
+    assert most <= decoder.child._reply_bytes <= 2 * most

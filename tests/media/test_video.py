@@ -39,7 +39,16 @@ def test_two_frames_a_second_in_chunks_of_four():
 
 
 @pytest.mark.parametrize(
-    ("codec", "kind"), [("mpeg4", "mp4"), ("libx264", "mov"), ("mjpeg", "avi"), ("libvpx-vp9", "webm")]
+    ("codec", "kind"),
+    [
+        ("mpeg4", "mp4"),
+        ("libx264", "mov"),
+        ("libx265", "mp4"),
+        ("mjpeg", "avi"),
+        ("libvpx", "webm"),
+        ("libvpx-vp9", "webm"),
+        ("libsvtav1", "mp4"),
+    ],
 )
 def test_containers_and_codecs(codec: str, kind: str):
     (chunk,) = read(video(5, fps=2, codec=codec, kind=kind))[:1]
@@ -122,3 +131,24 @@ def test_damaged_files_are_read_or_refused():
 def test_times_are_written_as_a_clock():
     assert clock_time(0) == "00:00:00.000"
     assert clock_time(3725.0625) == "01:02:05.062"
+    assert clock_time(1 / 24) == "00:00:00.041", "cut off"
+
+
+def test_the_rate_is_that_of_the_frames_and_not_the_headers():
+    """Sixty frames a second by the header, one a second by their times."""
+    (chunk,) = read(video(3, fps=60, kind="matroska", every=60))
+    assert (chunk.frames, chunk.time) == (3, "00:00:00.000")
+
+
+def test_memory_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "patches_of", full)
+    with pytest.raises(BadImage, match="more memory than allowed"):
+        read(video(2))
+
+
+@pytest.mark.parametrize(("rotation", "size"), [(0, (6, 4)), (90, (4, 6)), (-90, (4, 6)), (180, (6, 4)), (45, (6, 4))])
+def test_frames_are_turned_by_quarters_alone(rotation: int, size: tuple[int, int]):
+    assert module._upright(Image.new("RGB", (6, 4)), rotation).size == size

@@ -14,16 +14,19 @@ def video(
     size: tuple[int, int] = (96, 64),
     codec: str = "mpeg4",
     kind: str = "mp4",
+    every: int = 1,
     shade: Callable[[int], int] = lambda number: min(250, 10 + 6 * number),
 ) -> bytes:
-    """A file of evenly grey frames."""
+    """A file of evenly grey frames. every: time between two of them, in frames."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = *size, "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for number in range(frames):
             grey = np.full((size[1], size[0], 3), shade(number), np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+            frame.pts, frame.time_base = number * every, 1 / Fraction(fps)
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
 

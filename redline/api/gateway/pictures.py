@@ -20,11 +20,11 @@ from redline.chat.conversation import Conversation, Message, Picture
 from redline.errors import RedlineError, RequestError
 from redline.media.child import DecodedItem
 from redline.media.decoder import ImageDecoder
-from redline.media.hashing import image_hash
 from redline.media.rules import ImageLayout, ImageRules
 from redline.messages.media import ImageData
 from redline.router.worker_registry import WorkerHandle
 
+PATCH_BYTES = 1 << 30  # of patches that no worker has yet; the oldest beyond it are decoded again when they are needed
 KNOWN = 4096  # decoded files whose hash and size are remembered, so that a file in a history is decoded once
 
 
@@ -44,7 +44,9 @@ class Pictures:
         self._limits = limits
         self._decoder = None if rules is None else ImageDecoder(rules, limits.image_pixels, limits.video_frames)
         self._known: OrderedDict[bytes, list[_Known]] = OrderedDict()  # by the hash of the file; the latest used last
-        self._patches: dict[bytes, bytes] = {}  # by image hash, until a worker has them
+        self._patches: OrderedDict[bytes, bytes] = OrderedDict()  # by image hash, until a worker has them
+        self._patch_bytes = 0
+        self._decoding: dict[bytes, asyncio.Task[tuple[DecodedItem, ...]]] = {}  # by the hash of the file
         self._users: dict[bytes, int] = {}  # requests with the image, by image hash
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -76,7 +78,7 @@ class Pictures:
             self._users[hash] -= 1
             if not self._users[hash]:
                 del self._users[hash]
-                self._patches.pop(hash, None)
+                self._take(hash)
 
     def send(self, worker: WorkerHandle, hash: bytes, job: JobState) -> None:
         """Sends the pixels of an image of a job to a worker, soon. If that fails, so does the response."""
@@ -86,38 +88,32 @@ class Pictures:
 
     async def ended(self) -> None:
         """Kills the decoding process."""
-        for task in self._sending:
+        for task in (*self._sending, *self._decoding.values()):
             task.cancel()
         if self._decoder is not None:
             await self._decoder.close()
 
     async def _send(self, worker: WorkerHandle, hash: bytes, job: JobState) -> None:
         picture = next(one for one in job.pictures if one.hash == hash)
-        patches = self._patches.pop(hash, None)
+        patches = self._take(hash)
         if patches is None:
             try:
-                items = await self._decode(picture)
+                patches = (await self._decode(picture, _key(picture)))[picture.chunk].patches
             except RedlineError as error:
                 job.response.fail(error)
                 return
-            patches = items[picture.chunk].patches
-            for other in job.pictures:  # the worker will ask for the other chunks of a video next
-                if other.data is picture.data and other is not picture and other.hash in self._users:
-                    self._patches.setdefault(other.hash, items[other.chunk].patches)
         if worker.lost is None:
             of = picture.frames, picture.rows, picture.columns
             worker.outbox.put(ImageData(hash=hash, frames=of[0], rows=of[1], columns=of[2], patches=patches))
 
     async def _read(self, picture: Picture, *, hold: bool) -> list[Picture]:
-        file = blake2b(picture.data, digest_size=16, person=b"video" if picture.video else b"image").digest()
+        file = _key(picture)
         known = self._known.get(file)
         if known is None:
-            items, known = await self._decode(picture), list[_Known]()
-            for item in items:
-                hash = image_hash(item.patches, item.frames, item.layout.rows, item.layout.columns)
-                known.append(_Known(hash, item.layout, item.frames, item.time))
-                if hold:
-                    self._patches[hash] = item.patches
+            items = await self._decode(picture, file)
+            known = [_Known(item.hash, item.layout, item.frames, item.time) for item in items]
+            for item in items if hold else ():
+                self._keep(item.hash, item.patches)
             self._known[file] = known
             while len(self._known) > KNOWN:
                 self._known.popitem(last=False)
@@ -139,9 +135,37 @@ class Pictures:
             for number, one in enumerate(known)
         ]
 
-    async def _decode(self, picture: Picture) -> tuple[DecodedItem, ...]:
+    def _keep(self, hash: bytes, patches: bytes) -> None:
+        self._take(hash)
+        self._patches[hash] = patches
+        self._patch_bytes += len(patches)
+        while self._patch_bytes > PATCH_BYTES:
+            self._take(next(iter(self._patches)))
+
+    def _take(self, hash: bytes) -> bytes | None:
+        patches = self._patches.pop(hash, None)
+        self._patch_bytes -= 0 if patches is None else len(patches)
+        return patches
+
+    async def _decode(self, picture: Picture, file: bytes) -> tuple[DecodedItem, ...]:
+        """Callers who want the same file at a time share one decoding, such as those of a video's chunks."""
         assert self._decoder is not None, "the readers of requests refuse images if the model reads none"
-        return await self._decoder.decode(picture.data, picture.param, video=picture.video)
+        task = self._decoding.get(file)
+        if task is None:
+            decoding = self._decoder.decode(picture.data, picture.param, video=picture.video)
+            task = self._decoding[file] = asyncio.get_running_loop().create_task(decoding)
+            task.add_done_callback(lambda ended: self._decoded(file, ended))
+        return await asyncio.shield(task)
+
+    def _decoded(self, file: bytes, task: "asyncio.Task[tuple[DecodedItem, ...]]") -> None:
+        del self._decoding[file]
+        if not task.cancelled():
+            task.exception()  # if all callers are gone, nobody else looks at it
+
+
+def _key(picture: Picture) -> bytes:
+    """Names a file, as an image or as a video."""
+    return blake2b(picture.data, digest_size=16, person=b"video" if picture.video else b"image").digest()
 
 
 def pictures_of(prompt: Prompt) -> list[Picture]:

@@ -12,9 +12,9 @@ from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
-from redline.chat.template import encode
+from redline.chat.template import render
 from redline.messages.delta import Delta
-from redline.messages.job import Grammar, Job, JobId, Sampling
+from redline.messages.job import Grammar, Job, JobId, MediaSpan, Sampling
 from redline.worker.job_runner import JobRunner
 
 MAX_TOKENS = 1024  # a longer answer to an evaluation prompt is a repetition loop
@@ -60,7 +60,7 @@ class Greedy:
                 keep(prompt, found[delta.job])
                 done()
 
-        asked = [conversation(prompt) for prompt in prompts]
+        asked = [self._engine.seen(conversation(prompt)) for prompt in prompts]
         forms = [None if self._grammar is None else self._grammar(*pair) for pair in zip(prompts, asked, strict=True)]
         jobs = [
             self._job(JobId(f"prompt-{number}"), *pair) for number, pair in enumerate(zip(asked, forms, strict=True))
@@ -71,10 +71,11 @@ class Greedy:
 
     def _job(self, id: JobId, conversation: Conversation, grammar: Grammar | None) -> Job:
         tokenizer = self._engine.tokenizer
-        tokens = tuple(encode(conversation, tokenizer, self._engine.style))
+        media = list[MediaSpan]()
+        tokens = tuple(tokenizer.encode_pieces(render(conversation, self._engine.style), media=media))
         stops = tokenizer.stop_ids
         sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=stops, grammar=grammar)
-        return make_job(id, tokens, sampling, self._engine.fingerprint)
+        return make_job(id, tokens, sampling, self._engine.fingerprint, media=tuple(media))
 
     def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> ModelAnswer:
         decoder = Decoder(

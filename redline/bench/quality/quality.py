@@ -281,4 +281,4 @@ def caption(report: EvalReport) -> str:
 
 
 def _last_words(prompt: EvalPrompt) -> str:
-    return next((turn.content or "" for turn in reversed(prompt.messages) if turn.role == "user"), "")
+    return next((turn.text for turn in reversed(prompt.messages) if turn.role == "user"), "")

@@ -8,6 +8,7 @@ import pytest
 from redline.bench.quality.answering import Greedy
 from redline.bench.quality.kept import KeptAnswers
 from redline.bench.quality.prompts import EvalPrompt
+from redline.chat.conversation import Conversation
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
@@ -28,6 +29,9 @@ class Script:
         self.tokenizer = tokenizer
         self.answers = [tokenizer.encode_with_specials(answer) for answer in answers]
         self.jobs: list[Job] = []
+
+    def seen(self, conversation: Conversation) -> Conversation:
+        return conversation
 
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None

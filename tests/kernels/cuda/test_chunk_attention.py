@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.cuda.layouts.tiled import padded
 from redline.kernels.cuda.prefill import chunk_attention
+from redline.kernels.cuda.prefill.attend_blocks import ROWS
 from redline.kernels.cuda.prefill.chunk_attention import attend_chunks
 from redline.kernels.inputs import Chunk
 from redline.messages.job import PAGE_TOKENS
@@ -81,3 +83,14 @@ def test_chunks_attend_to_their_slots_contexts(
     got = torch.full((tokens, HEADS, VALUE), torch.nan)
     attend_chunks(q, Unfolds(Plain(w_uk), Plain(w_uv)), 0.2, chunks, rows_T, tables, plane, got)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def test_the_rows_that_a_kernel_multiplies_by_zero_are_of_the_same_context():
+    """It reads ROWS at a time: an infinity in another request's rows would make NaN."""
+    chunks = [Chunk(0, 130, 0, 3), Chunk(130, 1, 0, 1), Chunk(131, 40, 1000, 2), Chunk(171, 64, 64, 0)]
+    (group,) = chunk_attention._groups(tuple(chunks), 1 << 14, torch.device("cpu"))
+    ends = {int(first): int(first + rows) for (_, first, _), rows in zip(group.info_C3, group.rows_C, strict=True)}
+    assert group.rows == max(ends.values())
+    for _, count, row, seen in group.blocks_B4.tolist():
+        assert row % ROWS == 0
+        assert row + padded(seen + count - 1, ROWS) <= ends[row]

@@ -9,10 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.cuda.layouts.tiled import padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 BLOCK = 128  # tokens of a block, at most
+# Contexts begin at multiples of this number of rows, and are filled up to it: a kernel multiplies the rows behind a
+# context by zero, which an infinity of another request would survive.
+ROWS = 64
 
 
 class AttendBlocksArgs(NamedTuple):
@@ -69,7 +73,7 @@ def _cases() -> Iterator[Case]:
             for start, count in spans:
                 for place in range(0, count, BLOCK):
                     blocks.append((tokens + place, min(BLOCK, count - place), rows, start + place + 1))
-                rows, tokens = rows + start + count, tokens + count
+                rows, tokens = rows + padded(start + count, ROWS), tokens + count
             q, keys, values, cache = (
                 torch.randn(*of, generator=g).bfloat16()
                 for of in ((tokens, heads, nope + rope), (rows, heads, nope), (rows, heads, value), (rows, 64 + rope))

@@ -10,6 +10,7 @@ ms and 1.4 MiB of the host, and PyTorch keeps all plans (measured 2026-11-30; py
 
 import functools
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from redline.kernels.cuda.prefill.attend_blocks import BLOCK, attend_blocks
+from redline.kernels.cuda.layouts.tiled import padded
+from redline.kernels.cuda.prefill.attend_blocks import BLOCK, ROWS, attend_blocks
 from redline.kernels.inputs import Chunk
 from redline.messages.job import PAGE_TOKENS
 from redline.ops.mla import Unfolding, unfolded, unfolded_apart
@@ -57,17 +59,21 @@ def attend_chunks(
             o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         out_THV[here] = o[0].transpose(0, 1)
     for group in _groups(tuple(others), min(TOGETHER, tables.shape[1] * PAGE_TOKENS), q_THX.device):
-        rows_RW = plane[tables[group.slot_R, group.page_R].long(), group.place_R].to(q_THX.dtype)
+        slot_R, first_R, last_R = group.info_C3.repeat_interleave(group.rows_C, 0, output_size=group.rows).unbind(1)
+        place_R = torch.minimum(torch.arange(group.rows, device=q_THX.device) - first_R, last_R)
+        page_R = tables[slot_R, place_R // PAGE_TOKENS].long()
+        rows_RW = plane[page_R, place_R % PAGE_TOKENS].to(q_THX.dtype)
         keys, ropes, values = unfolded_apart(rows_RW, w)
         attend_blocks(q_THX, keys, ropes, values, group.blocks_B4, scale, out_THV)
 
 
 class _Group(NamedTuple):
-    """Chunks whose contexts, of R rows in all, are unfolded together; and the blocks of their tokens."""
+    """C chunks whose contexts, of R rows in all, are unfolded together; and the blocks of their tokens. A context is
+    filled up with its last row."""
 
-    slot_R: Tensor  # int64: of each row
-    page_R: Tensor  # int64: its page in the slot's table
-    place_R: Tensor  # int64: its place in the page
+    info_C3: Tensor  # int64: the slot, the context's first row among R, the place of its last row in the slot
+    rows_C: Tensor  # int64: rows of the context, filled up
+    rows: int  # R
     blocks_B4: Tensor  # int32, as in `attend_blocks`
 
 
@@ -91,15 +97,15 @@ def _parted(chunks: Sequence[Chunk], together: int) -> Iterator[list[Chunk]]:
 
 
 def _group(chunks: Sequence[Chunk], device: torch.device) -> _Group:
-    contexts = np.array([chunk.start + chunk.count for chunk in chunks])
-    first_row = np.cumsum(contexts) - contexts
-    place = np.arange(contexts.sum()) - np.repeat(first_row, contexts)
+    contexts = [chunk.start + chunk.count for chunk in chunks]
+    rows = [padded(context, ROWS) for context in contexts]
+    first = list(accumulate(rows, initial=0))
     blocks = [
         (chunk.first + at, min(BLOCK, chunk.count - at), row, chunk.start + at + 1)
-        for chunk, row in zip(chunks, first_row.tolist(), strict=True)
+        for chunk, row in zip(chunks, first, strict=False)
         for at in range(0, chunk.count, BLOCK)
     ]
     blocks.sort(key=lambda block: -block[3])  # the longest first, so that the last to end are short
-    slots = np.repeat([chunk.slot for chunk in chunks], contexts)
-    slot_R, page_R, place_R = (staged(x, device) for x in (slots, place // PAGE_TOKENS, place % PAGE_TOKENS))
-    return _Group(slot_R, page_R, place_R, staged(np.array(blocks), device, torch.int32))
+    info = [(chunk.slot, row, context - 1) for chunk, row, context in zip(chunks, first, contexts, strict=False)]
+    staged_info, staged_rows = (staged(np.array(x), device) for x in (info, rows))
+    return _Group(staged_info, staged_rows, first[-1], staged(np.array(blocks), device, torch.int32))

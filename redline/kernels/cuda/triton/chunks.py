@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KEYS = 64  # rows per iteration
+from redline.kernels.cuda.prefill.attend_blocks import ROWS
+
+KEYS = ROWS  # per iteration: none reads rows of two contexts
 STAGES = 3
 WARPS = 8
 _LOG2_E = 1.4426950408889634
