@@ -1,9 +1,13 @@
 """Prompts reach the engine as its template renders them, and its tokens come back as answers."""
 
+import base64
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
+from PIL import Image
 
 from redline.bench.quality.answering import Greedy
 from redline.bench.quality.kept import KeptAnswers
@@ -12,8 +16,11 @@ from redline.chat.conversation import Conversation
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId
+from redline.model.k2.write import random_checkpoint
+from tests.laws.test_images_change_nothing import PAD, TEXT, VISION, opened
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 HELLO = EvalPrompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})
@@ -139,3 +146,29 @@ def test_where_nothing_can_be_written_an_evaluation_goes_on(tokenizer: Tokenizer
     (tmp_path / "file").touch()
     kept = KeptAnswers(Greedy(Script(tokenizer, "a</think>hello<|im_end|>")), tmp_path / "file" / "eval.jsonl")
     assert [answer.content for answer in kept.answer([HELLO], lambda: None)] == ["hello"]
+
+
+def test_a_prompt_with_an_image_is_answered_by_a_model_that_reads_it(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (56, 84), "red").save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    content = [{"type": "text", "text": "what is it? "}, {"type": "image_url", "image_url": {"url": url}}]
+    line = {"kind": "see", "check": {"equals": "red"}, "messages": [{"role": "user", "content": content}]}
+    asked = msgspec.convert(line, EvalPrompt)
+    seen = conversation(asked)
+    assert [(one.at, one.data) for one in seen.messages[0].pictures] == [(len("what is it? "), file.getvalue())]
+    random_checkpoint(tmp_path, TEXT, vision=VISION, media_token=PAD)
+    with opened(write_tiny_tokenizer(tmp_path)) as engine:
+        (found,) = Greedy(engine, max_tokens=4).answer([asked], lambda: None)
+        (data,) = engine.images.values()
+        assert (found.tokens, data.rows * data.columns) == (4, 24)
+        engine.rules = None
+        with pytest.raises(ConfigError, match="the model reads no images"):
+            Greedy(engine).answer([asked], lambda: None)
+
+
+@pytest.mark.parametrize("url", ["https://example.com/a.png", "data:text/plain;base64,YQ==", "data:image/png,abc"])
+def test_an_image_in_a_prompt_is_a_data_url(url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(msgspec.ValidationError, match="needs a data URL"):
+        msgspec.convert({"role": "user", "content": [part]}, Turn)
