@@ -62,7 +62,7 @@ class Requests(Record, frozen=True):
         setting("images and videos in one request, of a model that reads images; 0: it reads none"),
     ] = 16
     video_frames: Annotated[
-        Annotated[int, Meta(ge=0, le=2048)],
+        Annotated[int, Meta(ge=0, le=256)],
         setting("frames in the videos of one request, two a second, with the extra `video`; 0: none"),
     ] = Limits().video_frames
     queue_tokens: Annotated[Count, setting("prompt tokens that may wait for a first token; beyond them 503")] = (

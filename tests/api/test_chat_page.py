@@ -212,10 +212,10 @@ async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPa
     real = child_process.exchange
     renderer = Renderer(render_s=600.0)
 
-    async def asked(process: asyncio.subprocess.Process, line: bytes) -> bytes:
+    async def asked(process: asyncio.subprocess.Process, line: bytes, *most: int) -> bytes:
         if b"deadly" in line:
             process.kill()
-        return await real(process, line)
+        return await real(process, line, *most)
 
     monkeypatch.setattr(child_process, "exchange", asked)
     try:
