@@ -22,10 +22,10 @@ from redline.policy.steps import StepModel
 KIMI_8_H200 = WorkerModel(
     name="kimi-8xh200",
     steps=StepModel(
-        base=2.306,
-        experts=18.88,
-        row=0.2159,
-        context=3.260e-5,
+        base=2.307,
+        experts=18.84,
+        row=0.2190,
+        context=3.024e-5,
         prompt=0.0208,
         pair=1.02e-6,
         experts_of=384,

@@ -76,9 +76,10 @@ STEPS = {  # by number of H200s, then by tokens
 }
 MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
 LONG_STEPS = {
-    "bf16": StepTime(10.197, 7.879),
-    "fp8": StepTime(10.648, 7.582),
-}  # steps of one token at LONG, on one H200
+    "bf16": StepTime(10.078, 7.835),
+    "fp8": StepTime(10.589, 7.579),
+}  # steps of one token at LONG, on one H200, at commit LONG_FITTED
+LONG_FITTED = "758818a"
 ROUNDS = {
     1: RoundExcess(2.305, 0.058),
     2: RoundExcess(2.533, 0.079),

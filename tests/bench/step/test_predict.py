@@ -9,6 +9,7 @@ import pytest
 from redline.bench.step.machines import CHIPS, Several, SourcedFigure, machine
 from redline.bench.step.predict import (
     FITTED,
+    LONG_FITTED,
     LONG_STEPS,
     MEETINGS,
     ROUND_MS,
@@ -70,7 +71,7 @@ def test_steps_are_those_that_were_measured(ranks: int, tokens: int):
 
 @pytest.mark.parametrize("kv_dtype", LONG_STEPS)
 def test_long_steps_are_those_that_were_measured(kv_dtype: str):
-    measured = took(ranks=1, rows=1, context=32768, kv_dtype=kv_dtype)
+    measured = took(ranks=1, rows=1, context=32768, kv_dtype=kv_dtype, commit=LONG_FITTED)
     assert LONG_STEPS[kv_dtype] == pytest.approx(measured, abs=NEAR)
 
 
