@@ -86,7 +86,7 @@ def _groups(chunks: tuple[Chunk, ...], together: int, device: torch.device) -> l
 def _parted(chunks: Sequence[Chunk], together: int) -> Iterator[list[Chunk]]:
     some, rows = list[Chunk](), 0
     for chunk in chunks:
-        context = chunk.start + chunk.count
+        context = padded(chunk.start + chunk.count, ROWS)
         if some and rows + context > together:
             yield some
             some, rows = [], 0
