@@ -80,6 +80,7 @@ def test_the_graph_of_training_is_the_tower(size: tuple[int, int]):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_tower_alone_and_the_folder_keeps_the_text_model(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
