@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nano.config import MEDIA_PLACEHOLDER
-from nano.model import Weights
+from nano.model import Weights, shapes
 from nano.tokenizer import TOKENIZER_FILES
 from redline.model.k2.checkpoint import Checkpoint, weights
 from redline.model.k2.config import Int4Experts, K2Config, Unquantized
@@ -30,7 +30,7 @@ from redline.model.k2.write import (
     stored_name,
     write_checkpoint,
 )
-from redline.ops.formats import quantize_int4
+from redline.ops.formats import Int4, Nvfp4, quantize_int4
 
 SIDE_CONFIGS = ("generation_config.json", "preprocessor_config.json")
 
@@ -108,6 +108,25 @@ def export(folder: Path, masters: Weights, bias: Tensor, config: K2Config) -> No
 
     write_checkpoint(folder, tensors(), k25_config(config, media_placeholder_token_id=MEDIA_PLACEHOLDER))
     write_side_configs(folder, config)
+
+
+def stacks_of(folder: Path) -> tuple[Weights, Tensor]:
+    """(the stacks float32, bias float32 [M, E]) of a checkpoint that `export` has written, in the values that it
+    holds: `effective` of its masters."""
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
+    masters = {name: torch.zeros(shape) for name, shape in shapes(config).items()}
+    bias = torch.zeros(config.moe_layers, config.n_routed_experts)
+    for weight in weights(config):
+        if weight.kind == "expert":
+            _, layer, _, _, expert, projection, _ = weight.name.split(".")
+            stored = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))  # type: ignore[arg-type]
+            assert not isinstance(stored, Nvfp4), "nano writes experts as INT4 or bf16"
+            value = stored.dequantize(torch.float32) if isinstance(stored, Int4) else stored
+        else:
+            value = checkpoint.plain(weight.name)
+        view(masters, bias, config, weight.name).copy_(value)
+    return masters, bias
 
 
 def write_side_configs(folder: Path, config: K2Config) -> None:

@@ -32,19 +32,17 @@ from torch import Tensor
 from nano.attention import layout_of
 from nano.config import MEDIA_PLACEHOLDER, NANO
 from nano.data_pictures import KINDS, Drawing, drawing
-from nano.export import SIDE_CONFIGS, view
-from nano.model import Compiled, Weights, blocks, effective, mean_loss, shapes
+from nano.export import SIDE_CONFIGS, stacks_of
+from nano.model import Compiled, blocks, effective, mean_loss
 from nano.sample import Split
 from redline.chat.conversation import Conversation, Message, Picture
 from redline.chat.template import render
 from redline.chat.tokenizer import Special, Tokenizer
 from redline.media.image import patches_of
 from redline.media.rules import ImageRules
-from redline.model.k2.checkpoint import Checkpoint, weights
 from redline.model.k2.write import k25_config, write_checkpoint
 from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
 from redline.model.vision.tower import position_angles, positions_between
-from redline.ops.formats import Int4
 
 VISION = VisionConfig(
     patch=14, rows=16, columns=16, frames=4, hidden=160, layers=4, heads=4, intermediate=480,
@@ -140,22 +138,6 @@ def features(w: Mapping[str, Tensor], patches: Tensor, rows: int, columns: int) 
     return product(F.gelu(product(merged, f"{PROJECTOR}.proj.0")), f"{PROJECTOR}.proj.2")
 
 
-def text_model(folder: Path) -> tuple[Weights, Tensor]:
-    """The stacks of the training graph, float32, and the router's bias, of a checkpoint."""
-    checkpoint = Checkpoint.open(folder)
-    masters = {name: torch.zeros(shape) for name, shape in shapes(NANO).items()}
-    bias = torch.zeros(NANO.moe_layers, NANO.n_routed_experts)
-    for weight in weights(NANO):
-        if weight.kind == "expert":
-            _, layer, _, _, expert, projection, _ = weight.name.split(".")
-            stored = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))  # type: ignore[arg-type]
-            value = stored.dequantize(torch.float32) if isinstance(stored, Int4) else stored
-        else:
-            value = checkpoint.plain(weight.name)
-        view(masters, bias, NANO, weight.name).copy_(value)
-    return masters, bias
-
-
 def initial_tower(seed: int) -> dict[str, Tensor]:
     """Weights by stored name. Products that add to the residual stream, and the last one, start small."""
     g = torch.Generator().manual_seed(seed)
@@ -178,7 +160,7 @@ class Run:
         self.model, self.out, self.kinds = model, out, kinds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        masters, bias = text_model(model)
+        masters, bias = stacks_of(model)
         self.text = {name: value.to(self.device) for name, value in effective(masters, False, self.dtype).items()}
         self.bias, self.code = bias.to(self.device), Compiled()
         self.tower = {name: value.to(self.device).requires_grad_() for name, value in initial_tower(seed).items()}

@@ -50,10 +50,14 @@ class ContentPart(Record, frozen=True):
         url = "" if self.image_url is None else self.image_url.url
         if not url.startswith("data:image/") or ";base64," not in url[:80]:
             raise ValueError("a part of type image_url needs a data URL: data:image/png;base64,...")
+        try:
+            _ = self.file
+        except ValueError:
+            raise ValueError("the base64 of an image_url is not valid") from None
 
     @property
     def file(self) -> bytes:
-        """The image file. Raises ValueError if its base64 is not valid."""
+        """The image file."""
         assert self.image_url is not None, "a text has no file"
         return base64.b64decode(self.image_url.url.partition(";base64,")[2], validate=True)
 

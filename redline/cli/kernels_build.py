@@ -47,7 +47,7 @@ def run(flags: BuildFlags, console: Console) -> int:
     if flags.draft is not None:
         drafter = Eagle3Config.from_folder(flags.draft, config)
         drafter.check(config, str(flags.draft / "config.json"))
-    vision = KIMI_K26_VISION if flags.shape != "kimi-nano" else None
+    vision = KIMI_K26_VISION if config.hidden_size == KIMI_K26_VISION.text_hidden else None  # of a shape
     if flags.folder is not None:
         vision = vision_config(flags.folder, config.hidden_size)
     positions = 1 + flags.draft_tokens

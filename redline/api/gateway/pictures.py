@@ -155,7 +155,10 @@ class Pictures:
             decoding = self._decoder.decode(picture.data, picture.param, video=picture.video)
             task = self._decoding[file] = asyncio.get_running_loop().create_task(decoding)
             task.add_done_callback(lambda ended: self._decoded(file, ended))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except RequestError as error:  # it names the field of the first caller
+            raise RequestError(str(error), picture.param) from error
 
     def _decoded(self, file: bytes, task: "asyncio.Task[tuple[DecodedItem, ...]]") -> None:
         del self._decoding[file]

@@ -208,7 +208,7 @@ def k25_config(
 def k25_preprocessor_config() -> dict[str, Any]:
     """preprocessor_config.json of K2.5 and later: how images and videos become patches of the vision tower.
 
-    Redline reads no images. vLLM needs the file to open any checkpoint of this architecture, even for text only.
+    vLLM needs the file to open any checkpoint of this architecture, even for text only.
     """
     return {
         "media_proc_cfg": {

@@ -78,6 +78,12 @@ class VisionTower:
         self.advance(encoding, self.config.layers)
         return self.finish(encoding)
 
+    def rehearse(self) -> None:
+        """Encodes an image of one token and keeps nothing, so that kernels are compiled and loaded before a client
+        waits for them."""
+        grid, patch = Grid(1, MERGE, MERGE), self.config.patch
+        self.encode(torch.zeros(grid.patches, 3, patch, patch, device=self.device), grid)
+
     @torch.inference_mode()
     def begin(self, patches: Tensor, grid: Grid) -> Encoding:
         """The embedded patches. patches: [patches, 3, patch, patch], normalised pixels, by frame, row, column."""

@@ -1,6 +1,5 @@
 """A server's steps without weights and without a GPU, on torch's meta device: to compile their kernels elsewhere."""
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,7 +16,6 @@ from redline.run.graphs.rehearsal import pieces
 from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool
 from redline.run.slots import Slots
-from redline.run.vision import rehearse
 
 PAGES = 8  # their number is no part of a kernel
 
@@ -50,4 +48,4 @@ def pieces_of(
     yield from pieces(state, shapes(slots, positions, reach))
     if vision is not None:
         given = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in vision.tensors()}
-        yield functools.partial(rehearse, VisionTower(vision, given))
+        yield VisionTower(vision, given).rehearse

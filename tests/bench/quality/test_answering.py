@@ -172,3 +172,9 @@ def test_an_image_in_a_prompt_is_a_data_url(url: str) -> None:
     part = {"type": "image_url", "image_url": {"url": url}}
     with pytest.raises(msgspec.ValidationError, match="needs a data URL"):
         msgspec.convert({"role": "user", "content": [part]}, Turn)
+
+
+def test_an_image_in_a_prompt_whose_base64_is_damaged_is_refused_with_its_line() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,a"}}
+    with pytest.raises(msgspec.ValidationError, match="base64 of an image_url is not valid"):
+        msgspec.convert({"role": "user", "content": [part]}, Turn)
