@@ -6,9 +6,11 @@ that missed messages sends the number of the first to the ROUTER, which sends al
 on, then number -1. Nothing is encrypted or authenticated.
 """
 
+import itertools
 import queue
 import threading
 from collections import deque
+from contextlib import ExitStack
 from hashlib import blake2b
 from types import TracebackType
 from typing import NamedTuple, Self, cast
@@ -23,6 +25,7 @@ MOST_UNSENT = 100_000  # queued messages per slow subscriber; beyond it they are
 REPLAY_S = 5.0  # timeout of a replay
 _LINGER_MS = 500
 _NUMBER_BYTES = 8
+_PAIRS = itertools.count()
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 _Socket = zmq.Socket[bytes]
@@ -42,13 +45,11 @@ class Publisher:
         """endpoint: address of the PUB socket; replay: address of the ROUTER socket. Both are bound:
         tcp://ADDRESS:PORT or ipc://PATH. Raises ConfigError if one cannot be used."""
         self._topic = topic.encode()
-        self._pub = _bound(zmq.PUB, endpoint, "endpoint")
-        try:
-            self._replay = None if replay is None else _bound(zmq.ROUTER, replay, "replay")
+        with ExitStack() as opened:  # closes the sockets if a later one cannot be used
+            self._pub = opened.enter_context(_bound(zmq.PUB, endpoint, "endpoint"))
+            self._replay = None if replay is None else opened.enter_context(_bound(zmq.ROUTER, replay, "replay"))
             self._wake, self._woken = _pair()
-        except ConfigError:
-            self._pub.close(linger=0)
-            raise
+            opened.pop_all()
         self._said = 0
         self._unsent: queue.SimpleQueue[Numbered | None] = queue.SimpleQueue()
         self._kept: deque[Numbered] = deque()
@@ -220,10 +221,12 @@ def _socket(kind: int) -> _Socket:
 
 
 def _pair() -> tuple[_Socket, _Socket]:
-    """A connected pair of sockets, by which one thread wakes another."""
+    """A connected pair of sockets, by which one thread wakes another.
+
+    libzmq frees an address only some time after its socket is closed, so each pair has a new one."""
     writes, reads = _socket(zmq.PUSH), _socket(zmq.PULL)
     writes.sndhwm = reads.rcvhwm = 0
-    name = f"inproc://kv-events-{id(reads)}"
+    name = f"inproc://kv-events-{next(_PAIRS)}"
     reads.bind(name)
     writes.connect(name)
     return writes, reads

@@ -200,3 +200,13 @@ def test_an_address_that_is_in_use_is_one_line(tmp_path: Path) -> None:
         Publisher("tcp://nowhere")
     with pytest.raises(ConfigError, match=r"^events\.replay: "):
         Publisher(f"ipc://{tmp_path}/pub", "tcp://nowhere")
+
+
+def test_an_address_of_a_closed_pair_is_not_used_again() -> None:
+    addresses = set[bytes]()
+    for _ in range(20):
+        writes, reads = kv_sockets._pair()
+        addresses.add(reads.last_endpoint)
+        writes.close(linger=0)
+        reads.close(linger=0)
+    assert len(addresses) == 20
