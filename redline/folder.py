@@ -43,8 +43,8 @@ def check_drafter(folder: Path) -> None:
     config = _config(folder, "a drafter's")
     if not _is_drafter(config):
         raise CheckpointError(
-            f"{folder}: a model ({_architecture(config)}), not a drafter; an EAGLE-3 drafter's config.json names one "
-            "in `architectures`"
+            f"{folder}: a model ({_architecture(config)}), not a drafter; the config.json of an EAGLE-3, DFlash or "
+            "DSpark drafter names it in `architectures`"
         )
     _check_files(folder, [])
 
@@ -86,7 +86,8 @@ def _contents(folder: Path) -> str:
 
 
 def _is_drafter(config: dict[str, Any]) -> bool:
-    return "eagle" in _architecture(config).lower() or "eagle_aux_hidden_state_layer_ids" in config
+    names = _architecture(config).lower()
+    return any(kind in names for kind in ("eagle", "dflash", "dspark")) or "eagle_aux_hidden_state_layer_ids" in config
 
 
 def _architecture(config: dict[str, Any]) -> str:

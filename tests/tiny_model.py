@@ -16,6 +16,9 @@ from redline.chat.hashing import make_job
 from redline.messages.delta import Delta, Finish
 from redline.messages.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.messages.step import TokenLogprobs
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
@@ -32,6 +35,7 @@ VOCABULARY = 512
 CPU = torch.device("cpu")
 LEARNED = Learned(drafter="tiny", adaptive=False, suffix=False)  # always three drafts by `tiny_drafter`
 BOTH = Learned(drafter="tiny", adaptive=False)  # with suffix matches in addition
+BLOCK = Learned(drafter="tiny block", adaptive=False, suffix=False, tokens=5)  # a whole block by `tiny_block`
 SUFFIX = Suffix(adaptive=False)
 
 
@@ -60,6 +64,19 @@ def tiny_drafter() -> Eagle3:
     return drafter
 
 
+@functools.cache
+def tiny_block() -> BlockDrafter:
+    """One random block drafter for `tiny_model`: it is rarely right."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    sizes = {"block_size": 5, "num_hidden_layers": 2, "markov_rank": 32, "num_key_value_heads": 2}
+    config = BlockConfig.for_target(model.config, layer_ids=(1, 3), mask_token_id=5, **sizes)
+    drafter = BlockDrafter(config)
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
+    drafter.prepare(model)
+    return drafter
+
+
 def load_folder(folder: Path, low_rank_norm_eps: float | None = None) -> K2:
     return load(Checkpoint.open(folder), CPU, low_rank_norm_eps=low_rank_norm_eps)
 
@@ -72,17 +89,17 @@ def open_engine(
     max_running: int = 16,
     max_model_len: int = 1024,
     kv_dtype: torch.dtype = torch.bfloat16,
-    drafter: Eagle3 | None = None,
+    drafter: Drafter | None = None,
     **config: Any,
 ) -> EngineCore:
     """An engine with its own pages; `config` as in EngineConfig. Close its runner at the end.
 
-    drafter: the drafter of a Learned speculation; default: `tiny_drafter`.
+    drafter: the drafter of a Learned speculation; default: `tiny_drafter`, or `tiny_block` for BLOCK.
     """
     layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
     asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
     if isinstance(asked.speculation, Learned):
-        drafter = drafter or tiny_drafter()
+        drafter = drafter or (tiny_block() if asked.speculation.drafter == BLOCK.drafter else tiny_drafter())
     return EngineCore(Loaded(model, layout, FINGERPRINT, drafter), asked)
 
 
@@ -100,8 +117,10 @@ def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
 
 def drafter_rows(engine: EngineCore, slot: int, count: int) -> Tensor:
     """The drafter's rows at positions [1, count) of a slot: position 0 of a job has none."""
-    table = engine.runner.slots.tables[slot].long()
-    return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
+    table, drafter = engine.runner.slots.tables[slot].long(), engine.runner.drafter
+    layers = drafter.config.num_hidden_layers if isinstance(drafter, BlockDrafter) else 1
+    pages = engine.runner.kv.draft[table].view(len(table), layers, PAGE_TOKENS, -1)
+    return pages.transpose(1, 2).flatten(2).flatten(0, 1)[1:count].clone()
 
 
 class Answer(NamedTuple):

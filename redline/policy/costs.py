@@ -34,6 +34,7 @@ class StepCosts:
     target_ms: tuple[tuple[float, ...], ...] = ()  # [rows][counts]: a step without a drafter
     draft_ms: tuple[float, ...] = ()  # a drafter pass over that many positions
     padded: bool = False
+    draft_once: bool = False  # one pass drafts all tokens of a round (a block drafter)
 
     def __post_init__(self) -> None:
         for axis in (self.rows, self.counts):
@@ -69,7 +70,7 @@ class RoundTimes:
     """Expected milliseconds of rounds, from the measured grid and the observed times of later steps.
 
     A round is a decode step in which each row verifies `depth` drafts, plus `depth` passes of the learned drafter if it
-    follows any rows: at least one pass, which reads the accepted tokens.
+    follows any rows: at least one pass, which reads the accepted tokens; and only one if it drafts blocks.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -97,7 +98,7 @@ class RoundTimes:
         return rows.bit_length(), depth, followed > 0
 
     def _base(self, rows: int, depth: int, followed: int, drafted: float) -> float:
-        passes = max(1, depth) if followed else 0
+        passes = (1 if self.costs.draft_once else max(1, depth)) if followed else 0
         if not self.costs.padded:
             return self.costs.step_ms(rows, 1 + depth * drafted / rows, passes, followed)
         found = self._measured.get((rows, depth, followed))

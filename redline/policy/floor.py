@@ -46,11 +46,13 @@ class StepWork(Record, frozen=True):
     prompt_pair_ops: float
     draft_bytes: float = 0.0  # the drafter's weights, read in each pass
     draft_ops: float = 0.0  # one row in a pass
+    draft_once: bool = False  # one pass drafts all tokens of a step
 
     def bytes(self, step: StepContents) -> float:
         """Bytes that the step must read."""
         experts = self.expert_bytes * chosen_share(self.experts_of, self.experts_chosen, step.positions)
-        read = self.weight_bytes + experts + self.latent_bytes * step.context + self.draft_bytes * step.passes
+        passes = min(step.passes, 1) if self.draft_once else step.passes
+        read = self.weight_bytes + experts + self.latent_bytes * step.context + self.draft_bytes * passes
         return read + (self.head_bytes if step.heads else 0.0)
 
     def operations(self, step: StepContents) -> float:

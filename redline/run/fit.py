@@ -17,7 +17,8 @@ from redline.kernels.cuda.step.adjust import LogitAdjustments
 from redline.kernels.cuda.step.step_rows import MOST_STEP
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
-from redline.model.eagle3.module import Eagle3Config
+from redline.model.drafter import DrafterConfig
+from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of, rooms_of, weight_bytes
@@ -166,7 +167,7 @@ class MemorySizes:
     positions: int = 1
     device: str = "cpu"
     gpu_kernels: bool = False
-    drafter: Eagle3Config | None = None
+    drafter: DrafterConfig | None = None
     drafter_parameters: int = 0
     head_bits: int = 16
     ranks: int = 1
@@ -174,10 +175,10 @@ class MemorySizes:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of a page for the drafter: its rows, and the page's last feature (`KvPool.tails`)."""
+        """Bytes of a page for the drafter: its rows, and what the next page's first row needs (`KvPool.tails`)."""
         if self.drafter is None:
             return 0
-        return self.drafter.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + 4 * self.drafter.hidden_size
+        return self.drafter.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + 4 * self.drafter.tail_width
 
     @property
     def page_bytes(self) -> int:
@@ -228,6 +229,8 @@ class MemorySizes:
         """Bytes of one rank's part of the drafter's weights."""
         if self.drafter is None:
             return 0
+        if not isinstance(self.drafter, Eagle3Config):  # whole, on every rank
+            return 6 * self.drafter_parameters
         ranks = self.ranks if self.gpu_kernels else 1
         numbers = self.drafter_parameters - left_out(self.drafter, ranks)
         # On a CPU: as loaded, in float32, and as the ops use it, in bf16.

@@ -5,16 +5,18 @@ from torch import Tensor
 
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
-from redline.model.eagle3.module import Eagle3
+from redline.model.drafter import Drafter
 from redline.model.k2.cpu import K2
 from redline.run.fit import Layout
 
 
 class KvPool:
     """planes   [layers, pages, 64, kv width]: the target model's latents.
-    draft    [pages, 64, drafter's kv width]: at place p the drafter's row that took token p with the feature of the
-             token before it; so a page's rows depend only on the tokens up to its end.
-    tails    [pages, hidden]: the fused feature of each page's last token, for the row at the next page's first place.
+    draft    [pages, 64, drafter's kv width]: at place p a chain's row that took token p with the feature of the token
+             before it. A block drafter divides each page by layers: [pages, layers, 64, width], at place p the row of
+             token p. So a page's rows depend only on the tokens up to its end.
+    tails    [pages, hidden]: the fused feature of each page's last token, for a chain's row at the next page's first
+             place; of width 0 for a block drafter.
 
     placed   event on the GPU's stream of steps after the last parcel received from another worker. A page may be freed
              and reused before that, if its job continued without it: streams other than that of steps wait for the
@@ -24,7 +26,7 @@ class KvPool:
     is committed at the first write. Raises ConfigError if the machine has too little memory.
     """
 
-    def __init__(self, model: K2, layout: Layout, drafter: Eagle3 | None = None) -> None:
+    def __init__(self, model: K2, layout: Layout, drafter: Drafter | None = None) -> None:
         config, pages, dtype = model.config, layout.pages + 1, layout.kv_dtype
         self.pages = layout.pages
         self.placed: torch.cuda.Event | None = None
@@ -33,7 +35,7 @@ class KvPool:
             self.planes: Tensor = torch.empty(shape, dtype=dtype, device=model.device)
             width = drafter.config.kv_width if drafter is not None else 0
             self.draft: Tensor = torch.empty(pages, PAGE_TOKENS, width, dtype=dtype, device=model.device)
-            hidden = drafter.config.hidden_size if drafter is not None else 0
+            hidden = drafter.config.tail_width if drafter is not None else 0
             self.tails: Tensor = torch.empty(pages, hidden, dtype=model.dtype, device=model.device)
             self.planes[:, self.pages] = 0
         except RuntimeError as error:  # torch's out-of-memory error, on a CPU and on a GPU

@@ -27,7 +27,8 @@ from redline.kernels.group import START_S, STEP_S, barrier
 from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling
 from redline.messages.media import ImageData
 from redline.messages.step import Begin, CapturedShapes, Row, Step, StepResult
-from redline.model.eagle3.module import Eagle3
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import SlotDrafters
 from redline.run.eager_step import EagerSteps
@@ -68,7 +69,7 @@ class Runner:
         model: K2,
         layout: Layout,
         slots: int,
-        drafter: Eagle3 | None = None,
+        drafter: Drafter | None = None,
         *,
         suffix: bool = False,
         drafts: int = 0,
@@ -122,6 +123,7 @@ class Runner:
         self._captured: CudaGraphRunner | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
+            assert not isinstance(drafter, BlockDrafter), "block drafters are not captured yet (worker.engine refuses)"
             shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
             self._captured = CudaGraphRunner(shared, 1 + drafts)
             self._chunks = PromptChunks(shared, self._captured, self.drafting)

@@ -16,7 +16,7 @@ from redline.scheduler.recorded import RecordedShapes
 ROWS = 1, 4, 16, 64  # rows of a step; at most 16 on a CPU, where the time grows with the rows
 COUNTS = 1, 2, 4, 8  # positions of a row
 REPEATS = 10  # timed steps of each kind; the fastest one counts
-PASSES = 3  # drafter passes in a step that measures them: the one that reads the new tokens, and two that follow
+PASSES = 3  # drafts in a step that measures a drafter's passes: a chain's reads the new tokens, and two follow
 LEAST_MS = 0.02  # lower bound for the passes of one step together; by noise, the measured difference may be less
 PROMPT = 8  # tokens in each slot before the timed steps
 
@@ -67,8 +67,9 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     target = tuple(tuple(line.step_ms(r, c) for c in counts) for r, line in zip(rows, lines, strict=True))
     if runner.drafter is None:
         return StepCosts(rows, counts, target, padded=runner.overlaps)
-    drafts = (max(best[r, 1, PASSES] - best[r, 1, 0], LEAST_MS) / PASSES for r in rows)
-    return StepCosts(rows, counts, target, tuple(drafts), padded=runner.overlaps)
+    passes = runner.drafter.config.passes(PASSES)
+    drafts = (max(best[r, 1, PASSES] - best[r, 1, 0], LEAST_MS) / passes for r in rows)
+    return StepCosts(rows, counts, target, tuple(drafts), padded=runner.overlaps, draft_once=passes == 1)
 
 
 def _step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | None) -> float:

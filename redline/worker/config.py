@@ -14,6 +14,7 @@ from redline.transport.choice import TransportName
 SUFFIX = "suffix"  # the value that a user gives in place of a drafter's folder, for suffix matching
 
 
+DRAFTS = 3  # default of draft tokens
 MOST_DRAFTS = 15  # draft tokens of one row in a step; more never pay
 SYNTHETIC = (
     "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
@@ -26,10 +27,13 @@ class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
     """The options that all kinds of speculation share."""
 
     tokens: Annotated[
-        int,
-        Meta(ge=0, le=MOST_DRAFTS),
-        setting("Draft tokens per step and request, 0 to 15 at most; fewer if they do not pay."),
-    ] = 3
+        Annotated[int, Meta(ge=0, le=MOST_DRAFTS)] | None,
+        setting(
+            "Draft tokens per step and request, 0 to 15 at most; fewer if they do not pay.",
+            absent=f"{DRAFTS}, or all of a block drafter's block",
+            example=DRAFTS,
+        ),
+    ] = None
     adaptive: Annotated[bool, setting("draft fewer tokens if they do not save time; false: always `tokens`")] = True
     trace: Annotated[
         str | None,
@@ -49,7 +53,11 @@ class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
     """Speculation by a drafter that was trained for the model."""
 
     drafter: Annotated[
-        str, setting("learned only: folder of an EAGLE-3 drafter of this model", example="weights/kimi-k2.6-eagle3")
+        str,
+        setting(
+            "learned only: folder of a drafter of this model: EAGLE-3, DFlash or DSpark",
+            example="weights/kimi-k2.6-eagle3",
+        ),
     ]
     suffix: Annotated[bool, setting("learned only: long matches of the text's own past take precedence")] = True
     head_bits: Annotated[
@@ -162,7 +170,9 @@ class EngineConfig(Record, frozen=True):
     @property
     def draft_tokens(self) -> int:
         """Most draft tokens of a row in a step; 0: no speculation."""
-        return 0 if self.speculation is None else self.speculation.tokens
+        if self.speculation is None:
+            return 0
+        return DRAFTS if self.speculation.tokens is None else self.speculation.tokens
 
     def synthetic_rates(self) -> tuple[float, ...]:
         """The rates of synthetic acceptance; () if draft tokens are really verified. Raises ConfigError if the
@@ -170,7 +180,7 @@ class EngineConfig(Record, frozen=True):
         drafts = self.speculation
         if drafts is None or drafts.synthetic_acceptance is None:
             return ()
-        return rates_of(drafts.synthetic_acceptance, drafts.tokens, "engine.speculation.synthetic_acceptance")
+        return rates_of(drafts.synthetic_acceptance, self.draft_tokens, "engine.speculation.synthetic_acceptance")
 
 
 def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:

@@ -39,6 +39,8 @@ from redline.messages.delta import Delta
 from redline.messages.job import Abort, Job, JobId
 from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
+from redline.model.block.config import BlockConfig
+from redline.model.drafter import Drafter, is_block, open_drafter
 from redline.model.eagle3.cuda import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.config import K2Config
@@ -62,7 +64,7 @@ from redline.scheduler.config import PlanConfig
 from redline.scheduler.features import FeatureCache
 from redline.scheduler.planner import Planner
 from redline.worker.calibrate import calibrate
-from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
+from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, MOST_DRAFTS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.delta_router import DeltaRouter
 from redline.worker.floor import measure, step_work
 from redline.worker.heartbeat import LoopStatus
@@ -95,7 +97,7 @@ class Loaded(NamedTuple):
     model: K2
     layout: Layout
     fingerprint: str  # identifies the checkpoint and the number format of its KV pages, for page hashes
-    drafter: Eagle3 | None = None  # the drafter of the config's `Learned` speculation, prepared for the model
+    drafter: Drafter | None = None  # the drafter of the config's `Learned` speculation, prepared for the model
     tokenizer: Callable[[], Tokenizer] | None = None  # opens the checkpoint's tokenizer; None disables grammars
     step_tokens: int | None = None  # default number of tokens of a step, chosen by the free memory
     vision: VisionTower | None = None  # None: the model reads no images
@@ -171,6 +173,7 @@ class EngineCore:
         rank could not load.
         """
         device = device or pick_device(config.device)
+        config = with_drafts(config, device)
         if config.ranks == 1:
             return cls(load_model(folder, config, device, ALONE, progress, aside, alone), config)
         model = spec_of(folder).loader.config(folder)
@@ -448,6 +451,33 @@ class Engine:
         self.close()
 
 
+def with_drafts(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with the number of draft tokens of the configured block drafter, unless it has a number.
+
+    Raises ConfigError if that number is larger than a block, or if a block drafter does not run on this device or with
+    this head, and CheckpointError for a drafter that cannot be read.
+    """
+    drafts = config.speculation
+    if not isinstance(drafts, Learned) or not is_block(drafts.drafter):
+        return config
+    block = BlockConfig.from_folder(drafts.drafter)
+    most = block.drafts
+    if device.type != "cpu":
+        raise ConfigError(
+            f"engine.speculation.drafter: {drafts.drafter} is a block drafter ({block.kind}), and Redline runs those "
+            'on a CPU only so far; use an EAGLE-3 drafter or "suffix", or set engine.device = "cpu"'
+        )
+    if drafts.head_bits != 16:
+        raise ConfigError(f"engine.speculation.head_bits is {drafts.head_bits}; a block drafter supports 16")
+    if drafts.tokens is not None and drafts.tokens > most:
+        raise ConfigError(
+            f"engine.speculation.tokens is {drafts.tokens}; a block of {drafts.drafter} has {most} draft tokens: set "
+            f"it to {most} or less, or remove it"
+        )
+    tokens = min(most, MOST_DRAFTS) if drafts.tokens is None else drafts.tokens
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(drafts, tokens=tokens))
+
+
 def load_model(
     folder: Path | str,
     config: EngineConfig,
@@ -482,8 +512,8 @@ def load_model(
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:
             raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
-        drafter = Eagle3.open(speculation.drafter, geometry)
-        if why_not(geometry, device) is None:
+        drafter = open_drafter(speculation.drafter, geometry)
+        if why_not(geometry, device) is None and isinstance(drafter, Eagle3):
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
     rules = ImageRules.of_model(folder) if checkpoint is not None else None
     vision = None if rules is None else vision_config(folder, geometry.hidden_size)
@@ -628,7 +658,7 @@ def _keep(folder: Path, lock: Path, wait_s: float) -> FileLock:
     return held
 
 
-def _name_of(drafter: Eagle3 | None) -> str:
+def _name_of(drafter: Drafter | None) -> str:
     """Identifies a drafter by samples of its weights: pages with rows of another drafter must not be reused."""
     if drafter is None:
         return "no drafter"
@@ -679,7 +709,7 @@ def sizes_of(
     device: torch.device,
     kv_dtype: torch.dtype,
     free: int,
-    drafter: Eagle3 | None = None,
+    drafter: Drafter | None = None,
 ) -> MemorySizes:
     """The figures that determine an engine's memory use (`run.fit`). free: bytes of memory that are free."""
     sizes = MemorySizes(

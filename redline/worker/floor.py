@@ -11,7 +11,8 @@ import torch
 
 from redline.kernels.cpu import native
 from redline.kernels.rates import WORKING_SET_BYTES, product_rate, read_rate
-from redline.model.eagle3.module import Eagle3
+from redline.model.block.config import BlockConfig
+from redline.model.drafter import Drafter
 from redline.model.eagle3.shard import body_left_out, head_ranks
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
@@ -25,7 +26,7 @@ def step_work(
     config: K2Config,
     kv_dtype: torch.dtype,
     ranks: int = 1,
-    drafter: Eagle3 | None = None,
+    drafter: Drafter | None = None,
     head_bits: int = 16,
     draft_ranks: int = 1,
 ) -> StepWork:
@@ -52,18 +53,23 @@ def step_work(
         prompt_pair_ops=2 * layers * heads * (part.qk_head_dim + part.v_head_dim),
         draft_bytes=2 * draft + draft_head * head_bits / 8,
         draft_ops=2 * (draft + draft_head),
+        draft_once=drafter is not None and drafter.config.passes(2) == 1,
     )
 
 
-def _drafter(drafter: Eagle3, ranks: int) -> tuple[int, int]:
+def _drafter(drafter: Drafter, ranks: int) -> tuple[int, int]:
     """Number of weights in the matrices that each pass of a rank reads, and in its head. The matrix that fuses the
     target's hidden states is left out: it is read once per step, and none of the passes needs it."""
     config = drafter.config
     matrices = sum(each.numel() for each in drafter.parameters() if each.dim() > 1)
+    if isinstance(config, BlockConfig):  # the table of DSpark's bias is looked up
+        matrices -= config.vocab_size * config.markov_rank
     own = (config.draft_vocab_size or 0) * config.hidden_size
     head = own or config.vocab_size * config.hidden_size  # the target's head, if the drafter has none
-    body = matrices - own - config.hidden_size * config.fused_width - body_left_out(config, ranks)
-    return body, head // head_ranks(config, ranks)
+    body = matrices - own - config.hidden_size * config.fused_width
+    if isinstance(config, BlockConfig):  # whole, on every rank
+        return body, head
+    return body - body_left_out(config, ranks), head // head_ranks(config, ranks)
 
 
 def measure(work: StepWork, device: torch.device) -> StepFloor | None:

@@ -6,7 +6,8 @@ import torch
 from redline.model.k2.cpu import K2
 from redline.policy.chunks import SHARE
 from redline.policy.pairs import Work
-from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
+from redline.worker.config import Learned
+from tests.tiny_model import BLOCK, BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=2, length=300)
 ASKED = {"max_tokens": 12, "prompt_logprobs": 3}
@@ -100,13 +101,14 @@ def test_over_fp8_pages_chunks_change_nothing_either(model: K2, step_tokens: int
     assert chunked != run_alone(model, asked), "pages of four bits should change the answer"
 
 
+@pytest.mark.parametrize("speculation", [BOTH, BLOCK], ids=["chain", "block"])
 @pytest.mark.parametrize("step_tokens", [32, 64, 100])
-def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int):
+def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int, speculation: Learned):
     """Also if a chunk ends with a page: the drafter's row of the next token waits for the next page."""
     jobs = [job(f"{length}", prompt(seed=length, length=length), max_tokens=40) for length in (90, 127, 128, 129, 200)]
     rows: list[list[torch.Tensor]] = []
     for tokens in (512, step_tokens):
-        engine = open_engine(model, speculation=BOTH, step_tokens=tokens, max_running=5)
+        engine = open_engine(model, speculation=speculation, step_tokens=tokens, max_running=5)
         try:
             run(engine, jobs)
             rows.append([drafter_rows(engine, slot, len(one.tokens) + 35) for slot, one in enumerate(jobs)])

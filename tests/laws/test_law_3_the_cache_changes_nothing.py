@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from redline.worker.config import Learned
 from redline.worker.engine import EngineCore
-from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import BLOCK, BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 
 @pytest.fixture
@@ -92,8 +93,9 @@ def test_over_fp8_pages_too_whoever_shares_them():
         assert answers[one.id]._replace(cached_tokens=0) == alone, one.id
 
 
+@pytest.mark.parametrize("speculation", [BOTH, BLOCK], ids=["chain", "block"])
 @pytest.mark.parametrize("shared", [64, 100, 192])
-def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
+def test_with_a_drafter_its_rows_are_the_same_too(shared: int, speculation: Learned):
     """The drafter's rows of shared pages do not depend on the tokens that followed when they were computed, nor on the
     jobs that share them.
     """
@@ -101,7 +103,7 @@ def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
     answers: list[Answer] = []
     rows: list[torch.Tensor] = []
     for before in ([], [job("before", prompt(seed=3, length=250)), job("again", prompt(seed=3, length=191))]):
-        engine = open_engine(tiny_model(), speculation=BOTH, max_running=1)
+        engine = open_engine(tiny_model(), speculation=speculation, max_running=1)
         try:
             run(engine, before)
             answers.append(run(engine, [asked])["after"])

@@ -22,13 +22,14 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
 from redline.worker.config import DraftConfig, Learned
 from redline.worker.engine import EngineCore
-from tests.tiny_model import BOTH, LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import BLOCK, BOTH, LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
 MODELS = Path(__file__).parents[2] / "models"
 WAYS: dict[str, DraftConfig] = {
     "suffix": SUFFIX,
     "a drafter that is wrong": LEARNED,
     "both": BOTH,
+    "a block drafter that is wrong": BLOCK,
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -23,6 +23,7 @@ from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS, plain
 from tests.run.drafting.test_drafting import FEW, few_words
 from tests.tiny_model import (
+    BLOCK,
     BOTH,
     LEARNED,
     Answer,
@@ -47,7 +48,7 @@ def rest(whole: Answer, given: int) -> Answer:
     return whole._replace(tokens=whole.tokens[given:], logprobs=whole.logprobs[given:], prompt_logprobs=scored)
 
 
-@pytest.mark.parametrize("speculation", [None, BOTH], ids=["plain", "drafter and suffix"])
+@pytest.mark.parametrize("speculation", [None, BOTH, BLOCK], ids=["plain", "drafter and suffix", "block"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_an_answer_goes_on_elsewhere(sampling: str, speculation: DraftConfig | None) -> None:
     asked = job("asked", prompt(seed=1, length=90), max_tokens=80, prompt_logprobs=1, **SAMPLINGS[sampling])
@@ -106,7 +107,7 @@ def pair(speculation: DraftConfig | None = None, **engine: Any) -> Pair:
     return Pair(computes, answers)
 
 
-@pytest.mark.parametrize("speculation", [None, BOTH], ids=["plain", "drafter and suffix"])
+@pytest.mark.parametrize("speculation", [None, BOTH, BLOCK], ids=["plain", "drafter and suffix", "block"])
 @pytest.mark.parametrize("length", [65, 127, 128, 129, 300])
 def test_a_prompt_is_computed_here_and_its_answer_there(length: int, speculation: DraftConfig | None) -> None:
     asked = [
@@ -199,8 +200,8 @@ POISON = 7.0  # contents of unwritten drafter rows
 def opened(monkeypatch: pytest.MonkeyPatch, *, recorded: bool, **below: Any) -> EngineCore:
     """An engine with a drafter that is often right; its steps are captured as CUDA graphs like a GPU's, or eager."""
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
-    model, drafter = few_words()
-    engine = open_engine(model, speculation=LEARNED, drafter=drafter, step_tokens=100, **below)
+    model, drafters = few_words()
+    engine = open_engine(model, speculation=LEARNED, drafter=drafters["chain"], step_tokens=100, **below)
     engine.runner.kv.draft.fill_(POISON)
     engine.runner.kv.tails.fill_(POISON)
     return engine

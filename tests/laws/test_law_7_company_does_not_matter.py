@@ -15,7 +15,7 @@ from redline.kernels.cpu import native
 from redline.limits import processors
 from redline.messages.job import Job
 from tests import forked
-from tests.tiny_model import BOTH, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import BLOCK, BOTH, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
 KINDS = {
     "greedy": {},
@@ -76,12 +76,13 @@ def test_every_row_of_a_batch_is_what_it_is_alone():
 
 
 @pytest.mark.parametrize("length", [40, 129, 200])
-@pytest.mark.parametrize("way", ["alone", "drafter", "suffix", "fp8"])
+@pytest.mark.parametrize("way", ["alone", "drafter", "block", "suffix", "fp8"])
 def test_choices_of_one_request_share_its_prompt_and_are_what_they_are_alone(length: int, way: str):
     """They arrive together: the first computes the full pages, the others reuse them."""
     config: dict[str, Any] = {
         "alone": {},
         "drafter": {"speculation": BOTH},
+        "block": {"speculation": BLOCK},
         "suffix": {"speculation": SUFFIX},
         "fp8": {"kv_dtype": torch.float8_e4m3fn},
     }[way]

@@ -5,10 +5,11 @@ import functools
 import pytest
 
 from redline.messages.step import CapturedShapes, Shape
+from redline.policy.costs import RoundTimes
 from redline.run.runner import Runner
 from redline.worker.calibrate import calibrate
 from redline.worker.config import Learned
-from tests.tiny_model import BOTH, SUFFIX, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import BLOCK, BOTH, SUFFIX, job, open_engine, prompt, run, run_alone, tiny_model
 
 
 def test_more_rows_and_more_positions_are_measured_and_cost_more_in_the_end():
@@ -18,6 +19,17 @@ def test_more_rows_and_more_positions_are_measured_and_cost_more_in_the_end():
     assert (costs.rows, costs.counts) == ((1, 4, 16), (1, 2, 4, 8))
     assert costs.step_ms(16, 128) > costs.step_ms(1, 1)
     assert len(costs.draft_ms) == 3
+
+
+def test_a_block_drafter_has_one_pass_however_many_tokens_it_drafts():
+    engine = open_engine(tiny_model(), speculation=BLOCK)
+    costs = calibrate(engine.runner, draft_tokens=5)
+    engine.runner.close()
+    assert costs.draft_once
+    assert len(costs.draft_ms) == 3
+    times = RoundTimes(costs)
+    drafting = [times.ms(4, depth, 4) - costs.step_ms(4, 1 + depth) for depth in (1, 5)]
+    assert drafting == pytest.approx([costs.step_ms(4, 1, 1, 4) - costs.step_ms(4, 1)] * 2)
 
 
 def test_fewer_slots_or_pages_than_rows():

@@ -15,7 +15,7 @@ from redline.run.tiers.store import Saved
 from redline.run.tiers.tables import TierRead
 from redline.worker.engine import EngineCore
 from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of, told
-from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
+from tests.tiny_model import BLOCK, LEARNED, Answer, job, prompt, run_alone, tiny_model
 from tests.waiting import until
 
 FEW: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
@@ -47,7 +47,9 @@ def always_fetches(engine: EngineCore) -> None:
     tiers_of(engine).prefills.observed = lambda *_: None  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("config", [{}, {"speculation": LEARNED}], ids=["plain", "drafter"])
+@pytest.mark.parametrize(
+    "config", [{}, {"speculation": LEARNED}, {"speculation": BLOCK}], ids=["plain", "chain", "block"]
+)
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 def test_what_comes_back_gives_the_answer_of_an_engine_without_tiers(
     tmp_path: Path, on_disk: bool, config: dict[str, Any]

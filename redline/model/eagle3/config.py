@@ -291,6 +291,15 @@ class Eagle3Config:
             return self.kv_lora_rank + self.qk_rope_head_dim
         return 2 * self.num_key_value_heads * self.head_dim
 
+    @property
+    def tail_width(self) -> int:
+        """Values per page for the row at the next page's first place: the last token's fused feature."""
+        return self.hidden_size
+
+    def passes(self, drafts: int) -> int:
+        """Passes of a round that drafts this many tokens."""
+        return drafts
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes per token in the drafter's plane, for pages of this dtype."""
         return self.kv_width * dtype.itemsize

@@ -7,25 +7,20 @@ weights. After `prepare`, the same methods, and `forward` with paged KV, run thr
 H heads, X query width, V value width (in logits: vocabulary), D hidden, W width of a row of the drafter's plane.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
 from redline.kernels.by_chip import best
 from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
+from redline.model.drafter_file import as_stored, read_tensors, stored_names, write_folder
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.cuda import GpuServed
-from redline.model.eagle3.file import read_tensors, stored_tensors
 from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
@@ -96,8 +91,7 @@ class Eagle3(nn.Module):
         """
         config = Eagle3Config.from_folder(folder, target)
         config.check(target, str(Path(folder) / "config.json"))
-        names = stored_tensors(folder)
-        if "lm_head.weight" in names and config.draft_vocab_size is None:
+        if "lm_head.weight" in stored_names(folder) and config.draft_vocab_size is None:
             config = replace(config, draft_vocab_size=config.vocab_size)
         with torch.device("meta"):
             wanted = cls(config).state_dict()
@@ -112,16 +106,8 @@ class Eagle3(nn.Module):
 
         latent  pads a narrower latent to this width: vLLM needs the target's width
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".writing-", dir=folder) as building:
-            weights, config = Path(building) / "model.safetensors", Path(building) / "config.json"
-            written, tensors = pad_latent(self.config, _as_stored(self.state_dict()), latent)
-            save_file(tensors, weights, metadata={"format": "pt"})
-            config.write_text(json.dumps(written.to_dict(), indent=2) + "\n", encoding="utf-8")
-            for path in (weights, config):
-                path.chmod(0o644)  # safetensors makes files that only their owner can read
-                path.replace(folder / path.name)
+        written, tensors = pad_latent(self.config, as_stored(self.state_dict()), latent)
+        write_folder(Path(folder), written.to_dict(), tensors)
 
     # Weights of the target.
 
@@ -364,11 +350,3 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
-
-
-def _as_stored(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Weights in bf16; index tables unchanged."""
-    return {
-        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in state.items()
-    }

@@ -84,7 +84,7 @@ class Table:
 class Guess:
     """A drafter that takes its logits from a table: its state is the last token that it read."""
 
-    config = SimpleNamespace(kv_width=1, hidden_size=1, layer_ids=(0,))
+    config = SimpleNamespace(kv_width=1, tail_width=1, hidden_size=1, layer_ids=(0,))
 
     @property
     def served(self) -> "Guess":

@@ -16,6 +16,9 @@ from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.messages.delta import Delta
 from redline.messages.job import Job, PageId, Sampling
 from redline.messages.step import Begin, Row, Step
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.forward import predicted
@@ -46,15 +49,18 @@ TEMPERATURE = 0.8
 
 
 @functools.cache
-def few_words() -> tuple[K2, Eagle3]:
-    """A model with few tokens, and a drafter with another distribution than the model."""
+def few_words() -> tuple[K2, dict[str, Drafter]]:
+    """A model with few tokens, and drafters with other distributions than the model."""
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(folder, kernel_config(vocab_size=FEW))
         model = load_folder(Path(folder))
     torch.manual_seed(3)
-    drafter = Eagle3(Eagle3Config.for_target(model.config))
-    drafter.prepare(model)
-    return model, drafter
+    block = BlockDrafter(BlockConfig.for_target(model.config, layer_ids=(1, 2), mask_token_id=3, num_hidden_layers=1))
+    torch.nn.init.normal_(block.markov_head.markov_w2.weight)
+    drafters = {"chain": Eagle3(Eagle3Config.for_target(model.config)), "block": block}
+    for drafter in drafters.values():
+        drafter.prepare(model)
+    return model, drafters
 
 
 def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
@@ -90,15 +96,16 @@ def chi_square_z(counts: Tensor, expected: Tensor) -> float:
     return (float(((seen - cells) ** 2 / cells).sum()) - freedom) / (2 * freedom) ** 0.5
 
 
-def test_what_an_engine_with_a_drafter_draws_is_distributed_as_the_model_says():
+@pytest.mark.parametrize("kind", ["chain", "block"])
+def test_what_an_engine_with_a_drafter_draws_is_distributed_as_the_model_says(kind: str):
     """Counts the second and third token of many answers against the model's own probability of every pair."""
-    model, drafter = few_words()
+    model, drafters = few_words()
     start = (5, 9, 2)
     (first_V,) = asked_of(start, ())
     second = torch.stack(asked_of(start, *((a,) for a in range(FEW))))
     third = torch.stack(asked_of(start, *((a, b) for a in range(FEW) for b in range(FEW)))).view(FEW, FEW, FEW)
     pairs = torch.einsum("a,ab,abc->bc", first_V, second, third).flatten()
-    engine = open_engine(model, drafter=drafter, speculation=LEARNED, max_running=64)
+    engine = open_engine(model, drafter=drafters[kind], speculation=LEARNED, max_running=64)
     answers: list[Answer] = []
     try:
         for first in range(0, DRAWS, 900):

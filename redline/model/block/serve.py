@@ -1,0 +1,186 @@
+"""A block drafter's weights in the layouts of the CPU's ops, and its passes over pages.
+
+The drafter's plane has a row per layer for each token: the rotated keys and the values that the layer computes of the
+token's context vector, at the token's own place. So a page depends only on tokens up to its end, and nothing has to be
+computed again after a cached prefix or a KV transfer. The rows of a block itself are never stored: its tokens are
+guesses, and its keys do not come from the target's states.
+
+N positions whose states are given, R blocks, B positions of a block, D hidden, H query heads, G key heads, X head
+width, W = 2 G X, S places of the longest context, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.kernels.by_chip import best, linear
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.moe import moe
+from redline.kernels.cpu.panels import Matrix
+from redline.messages.job import PAGE_TOKENS
+from redline.model.block.config import BlockConfig
+from redline.model.k2.cpu import K2
+from redline.ops.add_norm import rms_norm
+from redline.ops.gqa import heads_and_row, unfold
+from redline.ops.mla import angles, stored
+
+
+class ServedLayer(NamedTuple):
+    """One layer. Norms are float32."""
+
+    input_norm: Tensor
+    q: Matrix
+    kv: Matrix  # [2 G X, D]: keys, then values
+    q_norm: Tensor
+    k_norm: Tensor
+    o: Matrix
+    mlp_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+    window: int | None
+
+
+class ServedBlock:
+    """The weights that `read`, `states` and `logits` compute with; made from a drafter's state and its target."""
+
+    def __init__(self, config: BlockConfig, state: Mapping[str, Tensor], model: K2, ids: Tensor | None) -> None:
+        """model: on a CPU. ids: tokens of the draft vocabulary; None: all."""
+        self.config = config
+        self._embedding_VD, self._dtype, self._ids = model.embedding_VD, model.dtype, ids
+
+        def plain(name: str) -> Tensor:
+            return state[name].detach().to(torch.bfloat16)
+
+        def vector(name: str) -> Tensor:
+            return state[name].detach().to(torch.float32, copy=True)
+
+        def matrix(*names: str) -> Matrix:
+            weights = [plain(f"{name}.weight") for name in names]
+            return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+        self._fc, self._hidden_norm = matrix("fc"), vector("hidden_norm.weight")
+        self._layers: list[ServedLayer] = []
+        for number, window in enumerate(config.windows):
+            at = f"layers.{number}"
+            layer = ServedLayer(
+                input_norm=vector(f"{at}.input_layernorm.weight"),
+                q=matrix(f"{at}.self_attn.q_proj"),
+                kv=matrix(f"{at}.self_attn.k_proj", f"{at}.self_attn.v_proj"),
+                q_norm=vector(f"{at}.self_attn.q_norm.weight"),
+                k_norm=vector(f"{at}.self_attn.k_norm.weight"),
+                o=matrix(f"{at}.self_attn.o_proj"),
+                mlp_norm=vector(f"{at}.post_attention_layernorm.weight"),
+                gate_up=matrix(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"),
+                down=matrix(f"{at}.mlp.down_proj"),
+                window=window,
+            )
+            self._layers.append(layer)
+        self._norm = vector("norm.weight")
+        if config.draft_vocab_size is not None:
+            self._head = matrix("lm_head")
+        else:
+            assert isinstance(model.head, Matrix), "the CPU's model has a head in panels"
+            self._head = model.head if model.group.ranks == 1 else Matrix.prepare(model.whole_head())
+        self._w1 = plain("markov_head.markov_w1.weight") if config.markov_rank else None
+        self._w2 = matrix("markov_head.markov_w2") if config.markov_rank else None
+        self.inv_freq = config.inv_freq()
+
+    def read(
+        self, features_NF: Tensor, sources: Sequence[int], positions: Sequence[int], rows: Tensor, plane: Tensor
+    ) -> None:
+        """Stores the context rows of the target's states `sources` [N of them], which belong to `positions`.
+
+        rows   int64 [sources]: page * 64 + place in the page, of each
+        plane  [pages, 64, layers x W], of which each page holds [layers, 64, W]: written
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        picked = features_NF[list(sources)].to(self._dtype)
+        context_TD = _norm(linear(picked, self._fc), self._hidden_norm, eps)
+        cos, sin = angles(torch.tensor(positions), self.inv_freq)
+        flat = plane.view(-1, config.row_width)
+        page, place = rows // PAGE_TOKENS, rows % PAGE_TOKENS
+        for number, layer in enumerate(self._layers):
+            row_TW = self._row(layer, context_TD, cos, sin)
+            flat[(page * len(self._layers) + number) * PAGE_TOKENS + place] = stored(row_TW, plane.dtype)
+
+    def states(self, anchors: Sequence[int], tables: Tensor, lengths: Sequence[int], plane: Tensor) -> Tensor:
+        """One pass over a block for each anchor -> the head's inputs [R, B, D].
+
+        anchors  the last token of each slot, at position lengths[i]; the context is all tokens before it
+        tables   int32 [R, pages]: the pages of each slot
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        blocks, size = len(anchors), config.block_size
+        ids = torch.full((blocks, size), config.mask_token_id, dtype=torch.int64)
+        ids[:, 0] = torch.tensor(anchors)
+        length_R = torch.tensor(lengths)
+        position_RB = length_R[:, None] + torch.arange(size)
+        cos, sin = angles(position_RB.flatten(), self.inv_freq)
+        pages = -(-max(lengths) // PAGE_TOKENS)
+        places = torch.arange(pages * PAGE_TOKENS)
+        all_places = torch.cat([places.expand(blocks, -1), position_RB], 1)
+        after_RS = places >= length_R[:, None]  # nothing was written there, or rows of tokens that were not accepted
+        there = torch.cat([~after_RS, torch.ones(blocks, size, dtype=torch.bool)], 1)
+        distance = position_RB[:, :, None] - all_places[:, None]
+        planes = plane.view(-1, PAGE_TOKENS, config.row_width)
+        table_RP = tables[:, :pages].long() * len(self._layers)
+        x = self._embedding_VD[ids.flatten()].to(self._dtype)
+        residual = x
+        for number, layer in enumerate(self._layers):
+            normed = _norm(residual, layer.input_norm, eps)
+            q = linear(normed, layer.q).unflatten(-1, (-1, config.head_dim))
+            k, v = self._keys_values(layer, normed)
+            q, row = heads_and_row(rms_norm(q, layer.q_norm, eps), k, v, cos, sin)
+            stored_RSW = planes[table_RP + number].flatten(1, 2).float().masked_fill(after_RS[..., None], 0.0)
+            rows_RSW = torch.cat([stored_RSW, row.unflatten(0, (blocks, size))], 1)
+            keys, values = unfold(rows_RSW, config.num_attention_heads, config.head_dim)
+            seen = there[:, None].expand(-1, size, -1)
+            if layer.window is not None:
+                seen = seen & (distance >= 0) & (distance < layer.window)
+            mixed = F.scaled_dot_product_attention(
+                *(each.transpose(1, 2) for each in (q.float().unflatten(0, (blocks, size)), keys, values)),
+                attn_mask=seen[:, None],
+                scale=config.softmax_scale,
+            )
+            added = linear(mixed.transpose(1, 2).flatten(2).flatten(0, 1).to(self._dtype).contiguous(), layer.o)
+            residual, normed = add_norm(residual, added, layer.mlp_norm, eps)
+            residual = residual + moe(normed, layer.gate_up, layer.down, None, True)
+        return _norm(residual, self._norm, eps).unflatten(0, (blocks, size))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The head's inputs [..., D] -> float32 [..., draft vocabulary], without DSpark's bias."""
+        return linear(normed.flatten(0, -2), self._head).float().unflatten(0, normed.shape[:-1])
+
+    def biased(self, logits_RV: Tensor, before: Sequence[int]) -> Tensor:
+        """The logits of one position of each block, with the bias by the token before it; DFlash has none."""
+        if self._w1 is None or self._w2 is None:
+            return logits_RV
+        return logits_RV + linear(self._w1[torch.tensor(before)].to(self._dtype), self._w2).float()
+
+    def likeliest(self, logits_RV: Tensor) -> list[int]:
+        """The argmax as tokens of the target's vocabulary; for any input a token."""
+        found = best(logits_RV.contiguous())[0].cpu()
+        return (found if self._ids is None else self._ids[found]).tolist()
+
+    def whole(self, logits_V: Tensor) -> Tensor:
+        """Logits over the target's vocabulary, -inf for tokens that the drafter lacks."""
+        if self._ids is None:
+            return logits_V
+        return logits_V.new_full((self.config.vocab_size,), -torch.inf).index_copy(0, self._ids, logits_V)
+
+    def _keys_values(self, layer: ServedLayer, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """-> keys, normed and not rotated, and values [T, G, X]."""
+        config = self.config
+        k, v = linear(x_TD, layer.kv).unflatten(-1, (2, config.num_key_value_heads, config.head_dim)).unbind(1)
+        return rms_norm(k, layer.k_norm, config.rms_norm_eps), v
+
+    def _row(self, layer: ServedLayer, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        k, v = self._keys_values(layer, x_TD)
+        return heads_and_row(k, k, v, cos, sin)[1]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return add_norm(x.contiguous(), None, weight, eps)[1]

@@ -1,0 +1,75 @@
+"""Blocks: DFlash and DSpark draft all tokens in one pass over the last token and mask tokens.
+
+The drafter's rows are the context: one for each token whose target states are known, stored at the token's own place.
+DSpark chooses its tokens one after another, each with a bias by the one before, from the logits of that one pass.
+DFlash's positions do not know of one another: samples drawn from each alone do not fit together (1.16 instead of 2.96
+tokens a round at temperature 1, z-lab/dflash issue 169), so its drafts are always the likeliest ones.
+
+R slots that draft, B positions of a block, D hidden, V draft vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.messages.job import PAGE_TOKENS
+from redline.model.block.module import BlockDrafter
+from redline.run.drafting.verify import draft_token
+from redline.run.kv import KvPool
+from redline.run.sampling.on_host import is_greedy
+from redline.run.slots import Proposal, RowSpan, Slots
+
+
+class BlockDrafting:
+    """A block drafter for the slots of one runner; `learned.LearnedDrafting` documents the method."""
+
+    def __init__(self, drafter: BlockDrafter, slots: Slots, kv: KvPool, *, certain: bool) -> None:
+        """certain: as in `SlotDrafters`."""
+        self._served, self._slots, self._kv = drafter.served, slots, kv
+        self._certain = certain or not drafter.config.markov_rank
+
+    def read(
+        self,
+        spans: Sequence[RowSpan],
+        firsts: Sequence[int],
+        counts: Sequence[int],
+        wanted: Sequence[int],
+        features_TF: Tensor,
+    ) -> None:
+        slots = [span.slot for span, count in zip(spans, counts, strict=True) for _ in range(count)]
+        positions = [span.start + i for span, count in zip(spans, counts, strict=True) for i in range(count)]
+        sources = [first + i for first, count in zip(firsts, counts, strict=True) for i in range(count)]
+        place = torch.tensor(positions)
+        if positions:
+            page = self._slots.tables[torch.tensor(slots), place // PAGE_TOKENS].long()
+            rows = page * PAGE_TOKENS + place % PAGE_TOKENS
+            self._served.read(features_TF, sources, positions, rows, self._kv.draft)
+        drafting = [(span.slot, drafts) for span, drafts in zip(spans, wanted, strict=True) if drafts]
+        if drafting:
+            self._propose(drafting)
+
+    def _propose(self, rows: Sequence[tuple[int, int]]) -> None:
+        """rows: slots, and how many drafts each wants; of a whole block at most."""
+        served, of = self._served, [self._slots.at[slot] for slot, _ in rows]
+        index = torch.tensor([slot for slot, _ in rows])
+        before = self._slots.tokens[index, torch.tensor([slot.length - 1 for slot in of])].tolist()
+        lengths = [slot.length - 1 for slot in of]
+        normed_RBD = served.states(before, self._slots.tables[index], lengths, self._kv.draft)
+        first, most = int(not served.config.sample_from_anchor), served.config.drafts
+        count = min(most, max(wanted for _, wanted in rows))
+        logits_RnV = served.logits(normed_RBD[:, first : first + count].contiguous())
+        certain = [self._certain or slot.sampling.seeded or is_greedy(slot.sampling) for slot in of]
+        drafted: list[list[int]] = [[] for _ in rows]
+        drawn: list[list[Tensor]] = [[] for _ in rows]
+        for done in range(count):
+            logits_RV = served.biased(logits_RnV[:, done], before)
+            before = served.likeliest(logits_RV)
+            for i, slot in enumerate(of):
+                if not certain[i]:
+                    before[i], q = draft_token(served.whole(logits_RV[i]), slot.sampling, slot.length, done)
+                    assert q is not None, "a row that samples draws its drafts from a distribution"
+                    drawn[i].append(q)
+                drafted[i].append(before[i])
+        for i, ((_, wanted), slot) in enumerate(zip(rows, of, strict=True)):
+            slot.proposal = Proposal(drafted[i], torch.stack(drawn[i]) if drawn[i] else None).until(wanted)

@@ -1,0 +1,168 @@
+"""Block drafters in the engine: which positions their tokens are for, sampled and broken drafts, and the config."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from redline.errors import ConfigError
+from redline.model.block.config import BlockConfig, BlockKind
+from redline.model.block.module import BlockDrafter
+from redline.model.block.serve import ServedBlock
+from redline.worker.config import EngineConfig, Learned
+from redline.worker.engine import with_drafts
+from tests.tiny_model import BLOCK, CPU, Answer, job, open_engine, prompt, run, run_alone, tiny_model
+
+TARGET = tiny_model().config
+
+
+def config_of(kind: BlockKind, block_size: int = 5, **sizes: Any) -> BlockConfig:
+    given = {"layer_ids": (1, 3), "mask_token_id": 5, "num_hidden_layers": 1, "markov_rank": 64, **sizes}
+    return BlockConfig.for_target(TARGET, kind=kind, block_size=block_size, **given)
+
+
+def answered(drafter: BlockDrafter, *jobs: Any, **config: Any) -> dict[str, Answer]:
+    tokens = drafter.config.drafts
+    speculation = msgspec.structs.replace(BLOCK, tokens=tokens)
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=speculation, **config)
+    try:
+        return run(engine, list(jobs))
+    finally:
+        engine.runner.close()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_drafts_are_for_the_positions_after_the_anchor(kind: BlockKind, monkeypatch: pytest.MonkeyPatch):
+    """A drafter that knows the answer, by position: all its drafts are accepted.
+
+    DFlash's position k gives the k-th token after the anchor, DSpark's the one after that; so a block of five has four
+    drafts, or five."""
+    jobs = [job(f"{n}", prompt(seed=n, length=61 + n), max_tokens=41) for n in range(2)]
+    answers = {one.id: run_alone(tiny_model(), one) for one in jobs}
+    texts = [(*one.tokens, *answers[one.id].tokens, *[0] * 16) for one in jobs]
+    drafter = BlockDrafter(config_of(kind, markov_rank=0) if kind == "dflash" else config_of(kind))
+    drafter.prepare(tiny_model())
+    later = int(kind == "dspark")
+
+    def states(
+        self: ServedBlock, anchors: Sequence[int], tables: Tensor, lengths: Sequence[int], plane: Tensor
+    ) -> Tensor:
+        found = torch.zeros(len(anchors), 5, TARGET.hidden_size)
+        for row, (anchor, length) in enumerate(zip(anchors, lengths, strict=True)):
+            (text,) = (text for text in texts if text[length] == anchor)
+            found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
+        return found
+
+    def logits(self: ServedBlock, normed: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(normed[..., 0].long(), TARGET.vocab_size).float()
+
+    monkeypatch.setattr(ServedBlock, "states", states)
+    monkeypatch.setattr(ServedBlock, "logits", logits)
+    found = answered(drafter, *jobs)
+    for one in jobs:
+        answer = found[one.id]
+        assert answer.tokens == answers[one.id].tokens
+        assert (answer.proposed, answer.accepted) == (40 - math.ceil(40 / (5 + later)),) * 2
+
+
+def test_the_bias_by_the_token_before_follows_the_drafted_tokens():
+    """A bias that knows the pairs of neighbours in the answer, and nothing else: whole blocks are accepted."""
+    asked = job("asked", prompt(seed=4, length=30), max_tokens=60)
+    whole = run_alone(tiny_model(), asked)
+    ids = dict(zip(whole.tokens, whole.tokens[1:], strict=False))
+    drafter = BlockDrafter(config_of("dspark", draft_vocab_size=TARGET.vocab_size))
+    with torch.no_grad():
+        drafter.lm_head.weight.zero_()
+        drafter.markov_head.markov_w1.weight.zero_()
+        drafter.markov_head.markov_w2.weight.zero_()
+        for place, (token, after) in enumerate(ids.items()):
+            drafter.markov_head.markov_w1.weight[token, place] = 1
+            drafter.markov_head.markov_w2.weight[after, place] = 100
+    drafter.prepare(tiny_model())
+    answer = answered(drafter, asked)["asked"]
+    assert answer.tokens == whole.tokens
+    assert len(ids) < 64
+    pairs = list(zip(whole.tokens, whole.tokens[1:], strict=False))
+    if len(ids) == len(set(pairs)):  # no token has two different ones after it
+        assert answer.accepted == answer.proposed
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer(broken: float, sampling: dict[str, Any]):
+    drafter = BlockDrafter(config_of("dspark", draft_vocab_size=96))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.fill_(broken)
+    drafter.prepare(tiny_model())
+    jobs = [job(f"{n}", prompt(seed=n, length=40 + 20 * n), max_tokens=30, **sampling) for n in range(3)]
+    for one in jobs:
+        answer = answered(drafter, *jobs)[one.id]
+        assert len(answer.tokens) == 30
+        assert answer.proposed > 0
+        if not sampling:
+            assert answer.tokens == run_alone(tiny_model(), one).tokens
+
+
+def test_drafts_of_a_reduced_vocabulary_are_tokens_of_it():
+    drafter = BlockDrafter(config_of("dspark", draft_vocab_size=96))
+    drafter.keep(torch.arange(100, 196))
+    drafter.prepare(tiny_model())
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=msgspec.structs.replace(BLOCK, tokens=5))
+    seen: set[int] = set()
+    follow = engine.runner.drafting.follow
+
+    def watched(*given: Any) -> None:
+        follow(*given)
+        for slot in engine.runner.slots.at:
+            seen.update(slot.proposal.tokens)
+
+    engine.runner.drafting.follow = watched  # type: ignore[method-assign]
+    try:
+        run(engine, [job("greedy", prompt(1, 20)), job("sampled", prompt(2, 20), temperature=1.0, seed=1)])
+    finally:
+        engine.runner.close()
+    assert seen
+    assert seen <= set(range(100, 196))
+
+
+def test_blocks_over_fp8_pages():
+    drafter = BlockDrafter(config_of("dspark"))
+    drafter.prepare(tiny_model())
+    asked = job("asked", prompt(seed=1, length=130), max_tokens=30)
+    fp8 = {"kv_dtype": torch.float8_e4m3fn}
+    assert answered(drafter, asked, **fp8)["asked"].tokens == run_alone(tiny_model(), asked, **fp8).tokens
+
+
+# The config.
+
+
+def engine_config(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(speculation=Learned(drafter=str(folder), **options))
+
+
+def test_without_a_number_a_whole_block_is_drafted(tmp_path: Path):
+    BlockDrafter(config_of("dflash", block_size=8)).save(tmp_path)
+    assert with_drafts(engine_config(tmp_path), CPU).draft_tokens == 7
+    assert with_drafts(engine_config(tmp_path, tokens=2), CPU).draft_tokens == 2
+    BlockDrafter(config_of("dspark", block_size=20)).save(tmp_path)
+    assert with_drafts(engine_config(tmp_path), CPU).draft_tokens == 15
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("cpu", {"tokens": 8}, r"tokens is 8; a block of .* has 7 draft tokens: set it to 7 or less, or remove it"),
+        ("cpu", {"head_bits": 8}, "head_bits is 8; a block drafter supports 16"),
+        ("cuda", {}, r"is a block drafter \(dflash\), and Redline runs those on a CPU only so far"),
+    ],
+)
+def test_what_a_block_drafter_cannot_do_is_refused(device: str, options: Any, message: str, tmp_path: Path):
+    BlockDrafter(config_of("dflash", block_size=8)).save(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        with_drafts(engine_config(tmp_path, **options), torch.device(device))
