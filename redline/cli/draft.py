@@ -135,7 +135,8 @@ class _RecipeFlags(Record, frozen=True, omit_defaults=True):
 
 
 class _ArchitectureFlags(Record, frozen=True, omit_defaults=True):
-    architecture: Annotated[str | None, Meta(description="mla or llama. \\[default: mla]")] = None
+    kind: Annotated[str | None, Meta(description="eagle3, dflash or dspark. \\[default: eagle3]")] = None
+    architecture: Annotated[str | None, Meta(description="Of EAGLE-3: mla or llama. \\[default: mla]")] = None
     draft_vocab_size: Annotated[
         int | None,
         Meta(description="Tokens in its vocabulary. Default: all; 0: no head of its own, the target's."),
@@ -163,7 +164,7 @@ class _TrainFlags(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 @verb(app, "train", _TrainFlags)
 def train(flags: _TrainFlags) -> int:
-    """Train an EAGLE-3 drafter from the target's states, with training-time test. Several GPUs: `accelerate launch`.
+    """Train a drafter from the target's states: EAGLE-3 or a block drafter. Several GPUs: `accelerate launch`.
 
     Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/drafters.md has every key.
     """

@@ -40,6 +40,7 @@ from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.messages.job import Job, JobId, Sampling
+from redline.model.drafter import is_block, open_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.spec import spec_of
@@ -394,7 +395,10 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
     """
     asked, skipped = check(config)
     tell_skipped(skipped, console)
-    Eagle3.open(config.draft, Checkpoint.open(config.target).config)  # report a wrong folder before the work begins
+    open_drafter(config.draft, Checkpoint.open(config.target).config)  # report a wrong folder before the work begins
+    if config.offline and is_block(config.draft):
+        console.print("a block drafter is measured in the engine alone: teacher forcing scores chains", style="dim")
+        config = msgspec.structs.replace(config, offline=0)
     try:
         return _run(config, asked, console, origin)
     except KeyboardInterrupt:

@@ -16,7 +16,8 @@ from safetensors import SafetensorError
 
 from redline.disk import is_full, written
 from redline.messages.base import Record
-from redline.model.eagle3.module import Eagle3
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import open_drafter
 from redline.model.k2.checkpoint import Checkpoint
 
 
@@ -38,16 +39,19 @@ def run(config: ExportConfig, console: Console) -> int:
     Raises ConfigError if it cannot be written, and CheckpointError if target or drafter cannot be read.
     """
     target, out = Checkpoint.open(config.target).config, Path(config.out)
-    drafter = Eagle3.open(Path(config.drafter), target)
+    drafter = open_drafter(Path(config.drafter), target)
     with written(out):
         try:
-            drafter.save(out, target.kv_lora_rank if config.latent == "target" else 0)
+            if isinstance(drafter, BlockDrafter):
+                drafter.save(out)
+            else:
+                drafter.save(out, target.kv_lora_rank if config.latent == "target" else 0)
         except SafetensorError as error:
             if not is_full(error):
                 raise
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from None
     size = (out / "model.safetensors").stat().st_size
-    own = drafter.config.kv_lora_rank
+    own = 0 if isinstance(drafter, BlockDrafter) else drafter.config.kv_lora_rank
     width = max(own, target.kv_lora_rank) if config.latent == "target" else own
     latent = f", latent {own} padded to {width}" if own and width > own else ""
     console.print(

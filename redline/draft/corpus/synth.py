@@ -26,7 +26,7 @@ from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, Sampling
-from redline.model.eagle3.module import Eagle3
+from redline.model.drafter import open_drafter
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.spec import spec_of
 from redline.progress import Working
@@ -131,7 +131,7 @@ def check(config: SynthConfig) -> "_Asked":
             "temperature (the checkpoint's default is 0)"
         )
     if isinstance(config.engine.speculation, Learned):
-        Eagle3.open(config.engine.speculation.drafter, Checkpoint.open(target).config)
+        open_drafter(config.engine.speculation.drafter, Checkpoint.open(target).config)
     return asked
 
 

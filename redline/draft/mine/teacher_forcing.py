@@ -14,6 +14,8 @@ from redline.draft.corpus.corpus import Example
 from redline.draft.corpus.target import States, TargetModel
 from redline.draft.mine.difficulty import Scores, Serving, score
 from redline.draft.train.ttt import Way, choose, unroll
+from redline.errors import ConfigError
+from redline.model.drafter import is_block
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
@@ -37,8 +39,10 @@ class TeacherForcing:
     def open(cls, target: str, draft: str, device: str | None) -> "TeacherForcing":
         """Loads both from their folders. device None: the GPU, if there is one.
 
-        Raises CheckpointError or ConfigError.
+        Raises CheckpointError or ConfigError; a block drafter is refused.
         """
+        if is_block(draft):
+            raise ConfigError(f"{draft}: a block drafter; teacher forcing, and so mining, scores EAGLE-3 drafters only")
         drafter = Eagle3.open(Path(draft), Checkpoint.open(target).config)
         return cls(TargetModel.open(target, pick_device(device), drafter.config.layer_ids), drafter)
 

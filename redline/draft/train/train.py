@@ -1,4 +1,4 @@
-"""Trains an EAGLE-3 drafter on a capture of its target: `redline draft train`.
+"""Trains a drafter on a capture of its target: `redline draft train`.
 
 Writes a drafter's folder `out` (config.json, model.safetensors: the moving average) and `out/training` with log.jsonl,
 loss.png, config.json, result.json. If interrupted, it keeps its state there, and the same call resumes from it.
@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -28,6 +28,9 @@ from redline.draft.train.curve import write_curve
 from redline.draft.train.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError
 from redline.messages.base import Record
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter, open_drafter
 from redline.model.eagle3.config import Architecture
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
@@ -39,9 +42,16 @@ INTERRUPTED = 130  # the exit status of shells for SIGINT
 STATE_COPIES = 4  # float32 copies of the parameters in a state: weights, their average, two moments
 
 
+DrafterKind = Literal["eagle3", "dflash", "dspark"]
+# Sizes that only one kind of drafter has.
+_OF_CHAINS = "architecture", "q_lora_rank", "kv_lora_rank", "fc_norm", "norm_output"
+_OF_BLOCKS = "block_size", "num_hidden_layers", "markov_rank", "mask_token_id"
+
+
 class DrafterSizes(Record, frozen=True):
     """The sizes of a new drafter. None: the target's."""
 
+    kind: DrafterKind = "eagle3"
     architecture: Architecture = "mla"
     draft_vocab_size: int | None = None
     """Tokens of the drafter's own head: the most frequent in the capture's answers. None: all; 0: no own head."""
@@ -53,6 +63,14 @@ class DrafterSizes(Record, frozen=True):
     head_dim: int | None = None
     fc_norm: bool = True
     norm_output: bool = True
+    block_size: int | None = None
+    """Of a block drafter, as are the following: positions of a block. None: 8."""
+    num_hidden_layers: int | None = None
+    """None: 5."""
+    markov_rank: int | None = None
+    """Rank of DSpark's bias by the token before. None: 256; 0: none."""
+    mask_token_id: int | None = None
+    """A token that no text has. None: the target's padding token."""
 
 
 class TrainConfig(Record, frozen=True):
@@ -109,7 +127,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds (--steps, --tokens, --seconds)")
     positive = {f"recipe.budget.{key}": getattr(budget, key) for key in ("steps", "tokens", "seconds")}
     names = (
-        "tokens_per_batch accumulate max_length pool lr clip steps_ahead step_decay log_every measure_every keep_every"
+        "tokens_per_batch accumulate max_length pool lr clip steps_ahead step_decay anchors block_decay log_every "
+        "measure_every keep_every"
     )
     positive |= {f"recipe.{key}": getattr(recipe, key) for key in names.split()}
     for key, value in positive.items():
@@ -137,12 +156,24 @@ def check(config: TrainConfig) -> None:
         )
     target = Checkpoint.open(config.target).config
     for key, value in msgspec.structs.asdict(config.drafter).items():
-        least = 0 if key == "draft_vocab_size" else 1
+        least = 0 if key in ("draft_vocab_size", "markov_rank", "mask_token_id") else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ConfigError(f"drafter.{key} is {value}; expected at least {least}")
     wanted = config.drafter.draft_vocab_size
     if wanted is not None and wanted > target.vocab_size:
         raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
+    blocks = config.drafter.kind != "eagle3"
+    for key in _OF_CHAINS if blocks else _OF_BLOCKS:
+        if (value := getattr(config.drafter, key)) != getattr(DrafterSizes(), key):
+            raise ConfigError(f"drafter.{key} is {value!r}; a drafter of kind {config.drafter.kind} has no such size")
+    if blocks and recipe.loss != "kl":
+        raise ConfigError(f"recipe.loss is {recipe.loss!r}; a block drafter has a loss of its own: remove the key")
+    if config.drafter.mask_token_id is not None and config.drafter.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"drafter.mask_token_id is {config.drafter.mask_token_id}; the target has {target.vocab_size} tokens"
+        )
+    if config.drafter.kind == "dflash" and config.drafter.block_size == 1:
+        raise ConfigError("drafter.block_size is 1; a block of DFlash needs at least 2 positions to draft a token")
 
 
 def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
@@ -163,7 +194,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
             console.print(f"{out}: already trained")
         return 0
     set_seed(config.recipe.seed)
-    drafter, head_VD = open_drafter(config, source, layer_ids, accelerator.device)
+    drafter, head_VD = drafter_to_train(config, source, layer_ids, accelerator.device)
     trainer = Trainer(accelerator, drafter, head_VD, source, config.recipe)
     state = train_state.latest(folder)
     if main:
@@ -245,9 +276,9 @@ def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[in
     return streamed, target.layer_ids
 
 
-def open_drafter(
+def drafter_to_train(
     config: TrainConfig, source: Source, layer_ids: tuple[int, ...], device: torch.device
-) -> tuple[Eagle3, Tensor]:
+) -> tuple[Drafter, Tensor]:
     """(drafter in float32 with the target's embedding and head attached, head bf16 [V, D]), both on the device.
 
     Raises ConfigError if the drafter to start from reads other layers than the source provides.
@@ -257,7 +288,7 @@ def open_drafter(
     embedding = checkpoint.plain("embed_tokens.weight").to(torch.bfloat16)
     head = embedding if target.tie_word_embeddings else checkpoint.plain("lm_head.weight").to(torch.bfloat16)
     if config.start is not None:
-        drafter = Eagle3.open(config.start, target).float()
+        drafter = open_drafter(config.start, target).float()
         if drafter.config.layer_ids != layer_ids:
             raise ConfigError(
                 f"{config.start}: reads the target's layers {drafter.config.layer_ids}; the capture has {layer_ids}"
@@ -271,15 +302,21 @@ def open_drafter(
     return drafter, head
 
 
-def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Eagle3:
+def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Drafter:
     """A drafter of the configured sizes, with uninitialised weights.
 
     A reduced vocabulary is chosen from the source.
     """
     sizes = msgspec.structs.asdict(config.drafter)
-    wanted = sizes.pop("draft_vocab_size")
-    sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
-    drafter = Eagle3(Eagle3Config.for_target(target, layer_ids=layer_ids, **sizes))
+    wanted, kind = sizes.pop("draft_vocab_size"), sizes.pop("kind")
+    for key in _OF_BLOCKS if kind == "eagle3" else _OF_CHAINS:
+        sizes.pop(key)
+    if kind == "eagle3":
+        sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
+        drafter = Eagle3(Eagle3Config.for_target(target, layer_ids=layer_ids, **sizes))
+    else:  # the public block drafters read the target's head
+        sizes["draft_vocab_size"] = wanted or None
+        drafter = BlockDrafter(BlockConfig.for_target(target, kind=kind, layer_ids=layer_ids, **sizes))
     if wanted and wanted < target.vocab_size:
         drafter.keep(frequent(source, wanted, target.vocab_size, config.recipe))
     return drafter
@@ -329,16 +366,19 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key != "recipe.budget"}
 
 
-def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
-    """Saves the drafter with its latent padded to the target's width, as vLLM needs; Redline removes the padding."""
+def _export(config: TrainConfig, like: Drafter, tensors: dict[str, Tensor], main: bool) -> None:
+    """Saves the drafter; a chain's latent padded to the target's width, as vLLM needs; Redline removes the padding."""
     if not main:
         return
     out = Path(config.out)
-    drafter = Eagle3(like.config)
+    drafter = BlockDrafter(like.config) if isinstance(like, BlockDrafter) else Eagle3(like.config)
     tables = {name: buffer.cpu() for name, buffer in like.named_buffers()}
     drafter.load_state_dict({**{name: value.cpu() for name, value in tensors.items()}, **tables})
     try:
-        drafter.save(out, K2Config.from_folder(config.target).kv_lora_rank)
+        if isinstance(drafter, Eagle3):
+            drafter.save(out, K2Config.from_folder(config.target).kv_lora_rank)
+        else:
+            drafter.save(out)
     except Exception as error:
         if not is_full(error):
             raise

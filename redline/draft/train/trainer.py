@@ -2,6 +2,7 @@
 on the backend: one process, data parallel, fully sharded or ZeRO.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from redline import clock
-from redline.draft.train import batches, losses, train_state, ttt
+from redline.draft.train import batches, blocks, losses, train_state, ttt
 from redline.draft.train.batches import PrefetchIterator, Source, TrainBatch, TrainSequence
 from redline.draft.train.budget import Reached, TrainBudget, is_agreement, rate
 from redline.draft.train.losses import DrafterMetrics, Kind, Stats, measured
 from redline.messages.base import Record
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.eagle3.module import Eagle3
 
 Line = dict[str, Any]
@@ -46,6 +49,10 @@ class Recipe(Record, frozen=True):
     step_decay: float = 0.8
     loss: Kind = "kl"
     lk_decay: float = 3.0
+    anchors: int = 64
+    """Blocks of each sequence and step, of a block drafter."""
+    block_decay: float = 4.0
+    """d: the j-th draft of a block has the weight exp(-j / d)."""
     focus: float = 0.0
     """c: tokens are weighted by 1 + c gap within their sequence."""
     seed: int = 1
@@ -67,6 +74,8 @@ class Trainee(nn.Module):
         self.drafter = drafter
         self.recipe = recipe
         self.way: ttt.Way = way
+        self.steps = recipe.steps_ahead
+        self.step_weights = [recipe.step_decay**step for step in range(self.steps)]
         self.figures: Any = None
         self.begin = [p.detach().clone() for p in drafter.parameters()] if recipe.l2_sp else []
 
@@ -77,12 +86,38 @@ class Trainee(nn.Module):
         rows = losses.compare(
             self.drafter, normed, head_VD, batch.targets, recipe.loss, recipe.lk_decay, compiled=self.figures
         )
-        weights = [recipe.step_decay**step for step in range(recipe.steps_ahead)]
-        total = losses.per_sequence(rows, batch.targets, batch.sequences, weights, recipe.focus).sum()
-        penalty = total.new_zeros(())
-        for parameter, begin in zip(self.drafter.parameters(), self.begin, strict=False):
-            penalty = penalty + (parameter - begin).float().square().sum()
-        return total, recipe.l2_sp * penalty, losses.count(rows, batch.targets, batch.tokens.numel())
+        total = losses.per_sequence(rows, batch.targets, batch.sequences, self.step_weights, recipe.focus).sum()
+        penalty = recipe.l2_sp * _distance(self.drafter, self.begin, total)
+        return total, penalty, losses.count(rows, batch.targets, batch.tokens.numel())
+
+
+class BlockTrainee(nn.Module):
+    """The same for a block drafter; a step of the statistics is a draft of the block."""
+
+    def __init__(self, drafter: BlockDrafter, recipe: Recipe) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.recipe = recipe
+        self.steps = drafter.config.drafts
+        self.step_weights = [math.exp(-draft / recipe.block_decay) for draft in range(self.steps)]
+        self.figures: Any = None
+        self.begin = [p.detach().clone() for p in drafter.parameters()] if recipe.l2_sp else []
+
+    def forward(self, batch: TrainBatch, head_VD: Tensor) -> tuple[Tensor, Tensor, Stats]:
+        """As `Trainee.forward`."""
+        recipe = self.recipe
+        total, stats = blocks.block_loss(
+            self.drafter, batch, head_VD, recipe.anchors, recipe.block_decay, learning=self.training
+        )
+        return total, recipe.l2_sp * _distance(self.drafter, self.begin, total), stats
+
+
+def _distance(drafter: nn.Module, begin: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The squared distance of the parameters from `begin`; 0 if that is empty."""
+    penalty = like.new_zeros(())
+    for parameter, at in zip(drafter.parameters(), begin, strict=False):
+        penalty = penalty + (parameter - at).float().square().sum()
+    return penalty
 
 
 class Average:
@@ -127,13 +162,18 @@ class Trainer:
     reached  progress that all ranks agreed on: steps, tokens, seconds
     """
 
-    def __init__(self, accelerator: Any, drafter: Eagle3, head_VD: Tensor, source: Source, recipe: Recipe) -> None:
+    def __init__(self, accelerator: Any, drafter: Drafter, head_VD: Tensor, source: Source, recipe: Recipe) -> None:
         self.accelerator, self.recipe, self._source = accelerator, recipe, source
         self._head_VD = head_VD
         self.device: torch.device = accelerator.device
-        config = drafter.config
-        self.way, self.why = ttt.choose(self.device, config.num_attention_heads, config.query_width, config.value_width)
-        self._trainee = Trainee(drafter, recipe, self.way)
+        if isinstance(drafter, BlockDrafter):
+            self.way, self.why = "of blocks", "torch's"
+            self._trainee = BlockTrainee(drafter, recipe)
+        else:
+            config = drafter.config
+            sizes = config.num_attention_heads, config.query_width, config.value_width
+            self.way, self.why = ttt.choose(self.device, *sizes)
+            self._trainee = Trainee(drafter, recipe, self.way)
         optimizer = torch.optim.AdamW(
             [parameter for parameter in drafter.parameters() if parameter.requires_grad],
             lr=recipe.lr,
@@ -275,7 +315,7 @@ class Trainer:
         }
 
     def _weighted(self, found: DrafterMetrics) -> float:
-        weights = [self.recipe.step_decay**step for step in range(len(found.loss))]
+        weights = self._trainee.step_weights
         return sum(w * x for w, x in zip(weights, found.loss, strict=True)) / sum(weights)
 
     # Measuring.
@@ -289,7 +329,7 @@ class Trainer:
         for number, domain in enumerate(domains):
             mine = [one for one in self.held_out if one.domain == domain]
             work += [(number, group) for group in batches.cut(mine, limit, self.recipe.max_length)]
-        sums = torch.zeros(len(domains), len(Stats._fields), self.recipe.steps_ahead, dtype=torch.float64)
+        sums = torch.zeros(len(domains), len(Stats._fields), self._trainee.steps, dtype=torch.float64)
         sums = sums.to(self.device)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self._model.eval()

@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from redline.errors import CheckpointError
+from redline.errors import CheckpointError, ConfigError
 from redline.model.k2.config import K2Config, Section, Yarn, inv_freq, read_json, read_rope
 
 BlockKind = Literal["dflash", "dspark"]
@@ -25,7 +25,22 @@ ARCHITECTURES: dict[str, BlockKind] = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
 }
+BLOCK, LAYERS, MARKOV_RANK = 8, 5, 256  # of a new drafter
 _LAYER_IDS, _ENTERING = "target_layer_ids", "eagle_aux_hidden_state_layer_ids"
+
+
+class BlockSizes(TypedDict, total=False):
+    """Sizes of a new drafter. None, or left out: the target's, its padding token as the mask token, or a default."""
+
+    block_size: int | None
+    mask_token_id: int | None
+    markov_rank: int | None
+    num_hidden_layers: int | None
+    draft_vocab_size: int | None  # None: the target's head
+    intermediate_size: int | None
+    num_attention_heads: int | None
+    num_key_value_heads: int | None
+    head_dim: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,51 +81,44 @@ class BlockConfig:
 
     @classmethod
     def for_target(
-        cls,
-        target: K2Config,
-        *,
-        kind: BlockKind = "dspark",
-        layer_ids: tuple[int, ...],
-        mask_token_id: int | None = None,
-        block_size: int = 8,
-        num_hidden_layers: int = 5,
-        markov_rank: int = 256,
-        draft_vocab_size: int | None = None,
-        intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
+        cls, target: K2Config, *, kind: BlockKind = "dspark", layer_ids: tuple[int, ...], **own: Unpack[BlockSizes]
     ) -> "BlockConfig":
-        """A new drafter for this target. None: the target's size, and its padding token as the mask token.
+        """A new drafter for this target: 5 layers, a block of 8, for DSpark a bias of rank 256 and a confidence head.
 
-        ConfigError never; AssertionError if the target has no padding token and none is given as the mask token.
+        Plain rope with theta 1e6, as in the published drafters that have no YaRN. ConfigError if the target has no
+        padding token and no mask token is given.
         """
-        mask = target.pad_token_id if mask_token_id is None else mask_token_id
-        assert mask is not None, "the target has no padding token: give mask_token_id"
-        heads = num_attention_heads or target.num_attention_heads
-        dspark = kind == "dspark"
+        mask = own.get("mask_token_id")
+        mask = target.pad_token_id if mask is None else mask
+        if mask is None:
+            raise ConfigError(
+                "drafter.mask_token_id is missing, and the target has no pad_token_id: give an unused token"
+            )
+        heads, dspark = own.get("num_attention_heads") or target.num_attention_heads, kind == "dspark"
+        layers = own.get("num_hidden_layers") or LAYERS
+        rank = own.get("markov_rank")
         return cls(
             kind=kind,
             hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
-            intermediate_size=intermediate_size or target.intermediate_size,
-            num_hidden_layers=num_hidden_layers,
+            intermediate_size=own.get("intermediate_size") or target.intermediate_size,
+            num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=num_key_value_heads or heads,
-            head_dim=head_dim or target.v_head_dim,
+            num_key_value_heads=own.get("num_key_value_heads") or heads,
+            head_dim=own.get("head_dim") or target.v_head_dim,
             vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab_size,
+            draft_vocab_size=own.get("draft_vocab_size"),
             rms_norm_eps=target.rms_norm_eps,
             rope_theta=1e6,
             yarn=None,
             max_position_embeddings=target.max_position_embeddings,
             layer_ids=layer_ids,
-            block_size=block_size,
+            block_size=own.get("block_size") or BLOCK,
             mask_token_id=mask,
             sample_from_anchor=dspark,
-            windows=(None,) * num_hidden_layers,
-            markov_rank=markov_rank if dspark else 0,
-            confidence="hidden and token" if dspark else "",
+            windows=(None,) * layers,
+            markov_rank=(MARKOV_RANK if rank is None else rank) if dspark else 0,
+            confidence="" if not dspark else "hidden" if rank == 0 else "hidden and token",
         )
 
     @classmethod

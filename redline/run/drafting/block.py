@@ -3,7 +3,7 @@
 The drafter's rows are the context: one for each token whose target states are known, stored at the token's own place.
 DSpark chooses its tokens one after another, each with a bias by the one before, from the logits of that one pass.
 DFlash's positions do not know of one another: samples drawn from each alone do not fit together (1.16 instead of 2.96
-tokens a round at temperature 1, z-lab/dflash issue 169), so its drafts are always the likeliest ones.
+tokens a round at temperature 1, z-lab/dflash issue 169), so its drafts are always each position's argmax.
 
 R slots that draft, B positions of a block, D hidden, V draft vocabulary.
 """
