@@ -57,6 +57,8 @@ class Row(Record, frozen=True):
     count: int  # for a decode row the maximum, 1 + drafts
     drafts: int = 0
     propose: int = 0  # maximum number of tokens to draft after this row, for the next one
+    # A block drafter proposes a token only if it and all before it are accepted with at least this probability.
+    least: float = 0.0
     # The learned drafter reads the row; after a row that it did not read, it cannot follow the job again.
     drafting: bool = False
     new_pages: tuple[PageId, ...] = ()  # appended to the slot's page table before the step

@@ -53,6 +53,12 @@ def choose(learned: DraftingRows, suffix: DraftingRows, times: RoundTimes) -> in
     return best if rates[best] >= LEAST * rates[0] else 0
 
 
+def least_survival(rows: int, depth: int, tokens: float, followed: int, times: RoundTimes) -> float:
+    """The probability of acceptance from which on verifying one more draft of a row pays off: the time of a position
+    over the time of a token, in a step of `rows` rows with `depth` drafts each that gives `tokens` tokens."""
+    return min(1.0, times.position_ms(rows, 1 + depth) * tokens / times.ms(rows, depth, followed))
+
+
 def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:
     """Speedup of `rows` rows with the learned drafter, at the best number of drafts, compared with no drafts.
 

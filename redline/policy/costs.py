@@ -87,6 +87,14 @@ class RoundTimes:
         base = self._base(rows, depth, followed, rows if drafted is None else drafted)
         return base * math.exp(self._scale + self._of_kind[self._kind(rows, depth, followed)])
 
+    def position_ms(self, rows: int, positions: float) -> float:
+        """Milliseconds that one more position of one row adds to a step of `rows` rows with `positions` each, on
+        average; 0 if rows are padded, since every row then costs the same as the longest."""
+        if self.costs.padded or not self.costs.known:
+            return 0.0
+        more = self.costs.step_ms(rows, positions + 1 / rows) - self.costs.step_ms(rows, positions)
+        return max(0.0, more) * math.exp(self._scale)
+
     def observed(self, rows: int, depth: int, followed: int, drafted: float, ms: float) -> None:
         """Corrects the model by a round that took `ms` milliseconds; the other arguments are those of `ms`."""
         surprise = _bounded(math.log(max(ms, 1e-6) / self.ms(rows, depth, followed, drafted)), MOST_SURPRISE)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Drafter, RowResult, Step, StepResult
 from redline.policy.acceptance import KEEPS, REST_KEEPS, Acceptance
-from redline.policy.choose import DraftingRows, Worth, choose, gain
+from redline.policy.choose import DraftingRows, Worth, choose, gain, least_survival
 from redline.policy.costs import RoundTimes, StepCosts
 from redline.scheduler.active import ActiveJob
 
@@ -34,6 +34,7 @@ class Speculation:
         self._learned = learned
         self._worth = Worth()
         self._chosen = most  # draft tokens per row, as of the last decision
+        self._least = 0.0  # probability of acceptance from which on a draft token pays off, as of the last decision
         # Of the last step: bit length of its number of rows, and its draft tokens per row.
         self._kind: tuple[int, int] | None = None
         self._alike = 0  # number of consecutive steps of that kind before it
@@ -99,6 +100,11 @@ class Speculation:
         """Whether there is a learned drafter and it pays."""
         return self._learned and self._worth.pays
 
+    @property
+    def least(self) -> float:
+        """The probability of acceptance from which on it pays off to verify a draft token."""
+        return self._least
+
     def lengths(self, jobs: Sequence[ActiveJob], most: int = PAGE_TOKENS) -> list[int]:
         """For each job, the number of draft tokens to propose after its next row, which samples; at most `most`.
 
@@ -140,7 +146,11 @@ class Speculation:
             self._worth = self._worth.seen(gain(learned, len(jobs), self.times))
         followed = sum(job.drafting for job in jobs) if self.follows else 0
         by_suffix = DraftingRows(len(jobs) - followed, suffix, self._matched)
-        depth = choose(DraftingRows(followed, learned), by_suffix, self.times)
+        by_learned = DraftingRows(followed, learned)
+        depth = choose(by_learned, by_suffix, self.times)
+        if self.times.costs.draft_once:  # chains do not know how probable their drafts are
+            tokens = by_learned.tokens()[depth] + by_suffix.tokens()[depth]
+            self._least = least_survival(len(jobs), depth, tokens, followed, self.times)
         # Draft tokens that are not requested give no statistics: the old statistics fade, so that drafting is tried
         # again.
         if not depth or not followed:

@@ -247,6 +247,7 @@ class StepBuilder:
             count=count,
             drafts=drafts,
             propose=propose,
+            least=self._speculation.least if propose else 0.0,
             drafting=job.drafting,
             new_pages=new_pages,
             samples=samples,

@@ -390,7 +390,7 @@ STAGES = {  # stage -> a function that it calls in the middle of its work
     "control-mine-capture": "redline.draft.corpus.capture.capture",
     "control": "redline.draft.train.train._export",
     **dict.fromkeys(EVALUATIONS, "redline.draft.evaluate.evaluate"),
-    "export": "redline.draft.export.Eagle3.save",
+    "export": "redline.model.eagle3.module.Eagle3.save",
 }
 
 

@@ -86,6 +86,10 @@ class ServedBlock:
             self._head = model.head if model.group.ranks == 1 else Matrix.prepare(model.whole_head())
         self._w1 = plain("markov_head.markov_w1.weight") if config.markov_rank else None
         self._w2 = matrix("markov_head.markov_w2") if config.markov_rank else None
+        self._confidence = None
+        if config.confidence:
+            weight, bias = (state[f"confidence_head.proj.{name}"].detach().float() for name in ("weight", "bias"))
+            self._confidence = weight[0], bias[0]
         self.inv_freq = config.inv_freq()
 
     def read(
@@ -159,6 +163,16 @@ class ServedBlock:
         if self._w1 is None or self._w2 is None:
             return logits_RV
         return logits_RV + linear(self._w1[torch.tensor(before)].to(self._dtype), self._w2).float()
+
+    def acceptance(self, normed_RD: Tensor, logits_RV: Tensor, before: Sequence[int]) -> list[float]:
+        """The probability that each block's draft at a position is accepted if those before it are: by the confidence
+        head; without one, the probability of the drafter's own argmax. logits_RV: as `biased` returns them."""
+        if self._confidence is None:
+            return logits_RV.softmax(-1).amax(-1).tolist()
+        weight, bias = self._confidence
+        if self._w1 is not None and weight.shape[0] > normed_RD.shape[1]:
+            normed_RD = torch.cat([normed_RD, self._w1[torch.tensor(before)].to(normed_RD.dtype)], -1)
+        return (normed_RD.float() @ weight + bias).sigmoid().tolist()
 
     def likeliest(self, logits_RV: Tensor) -> list[int]:
         """The argmax as tokens of the target's vocabulary; for any input a token."""

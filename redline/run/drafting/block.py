@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.messages.job import PAGE_TOKENS
+from redline.messages.step import Row
 from redline.model.block.module import BlockDrafter
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
@@ -45,14 +46,15 @@ class BlockDrafting:
             page = self._slots.tables[torch.tensor(slots), place // PAGE_TOKENS].long()
             rows = page * PAGE_TOKENS + place % PAGE_TOKENS
             self._served.read(features_TF, sources, positions, rows, self._kv.draft)
-        drafting = [(span.slot, drafts) for span, drafts in zip(spans, wanted, strict=True) if drafts]
+        drafting = [(span.row, drafts) for span, drafts in zip(spans, wanted, strict=True) if drafts]
         if drafting:
             self._propose(drafting)
 
-    def _propose(self, rows: Sequence[tuple[int, int]]) -> None:
-        """rows: slots, and how many drafts each wants; of a whole block at most."""
-        served, of = self._served, [self._slots.at[slot] for slot, _ in rows]
-        index = torch.tensor([slot for slot, _ in rows])
+    def _propose(self, rows: Sequence[tuple[Row, int]]) -> None:
+        """rows: with how many drafts each wants; a row gets fewer if the block has fewer, or if the rest does not pay
+        off (`Row.least`), but never none: what one more round would verify is not known before it."""
+        served, of = self._served, [self._slots.at[row.slot] for row, _ in rows]
+        index = torch.tensor([row.slot for row, _ in rows])
         before = self._slots.tokens[index, torch.tensor([slot.length - 1 for slot in of])].tolist()
         lengths = [slot.length - 1 for slot in of]
         normed_RBD = served.states(before, self._slots.tables[index], lengths, self._kv.draft)
@@ -62,8 +64,19 @@ class BlockDrafting:
         certain = [self._certain or slot.sampling.seeded or is_greedy(slot.sampling) for slot in of]
         drafted: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
+        bounded = any(row.least for row, _ in rows)
+        accepted = [1.0] * len(rows)  # probability that all drafts of the row so far are
+        paid = [wanted for _, wanted in rows]
         for done in range(count):
             logits_RV = served.biased(logits_RnV[:, done], before)
+            if bounded:
+                probable = served.acceptance(normed_RBD[:, first + done], logits_RV, before)
+                for i, (row, _) in enumerate(rows):
+                    accepted[i] *= probable[i]
+                    if done and accepted[i] < row.least:
+                        paid[i] = min(paid[i], done)
+                if done >= max(paid):
+                    break
             before = served.likeliest(logits_RV)
             for i, slot in enumerate(of):
                 if not certain[i]:
@@ -71,5 +84,5 @@ class BlockDrafting:
                     assert q is not None, "a row that samples draws its drafts from a distribution"
                     drawn[i].append(q)
                 drafted[i].append(before[i])
-        for i, ((_, wanted), slot) in enumerate(zip(rows, of, strict=True)):
-            slot.proposal = Proposal(drafted[i], torch.stack(drawn[i]) if drawn[i] else None).until(wanted)
+        for i, slot in enumerate(of):
+            slot.proposal = Proposal(drafted[i], torch.stack(drawn[i]) if drawn[i] else None).until(paid[i])

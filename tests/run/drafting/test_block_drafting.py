@@ -1,9 +1,11 @@
 """Block drafters in the engine: which positions their tokens are for, sampled and broken drafts, and the config."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -14,6 +16,10 @@ from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig, BlockKind
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import ServedBlock
+from redline.policy.choose import least_survival
+from redline.policy.costs import RoundTimes, StepCosts
+from redline.scheduler.active import ActiveJob
+from redline.scheduler.speculation import Speculation
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import with_drafts
 from tests.tiny_model import BLOCK, CPU, Answer, job, open_engine, prompt, run, run_alone, tiny_model
@@ -166,3 +172,64 @@ def test_what_a_block_drafter_cannot_do_is_refused(device: str, options: Any, me
     BlockDrafter(config_of("dflash", block_size=8)).save(tmp_path)
     with pytest.raises(ConfigError, match=message):
         with_drafts(engine_config(tmp_path, **options), torch.device(device))
+
+
+# Verification by confidence.
+
+
+@pytest.mark.parametrize("head", [True, False], ids=["confidence head", "own probabilities"])
+@pytest.mark.parametrize(("least", "proposed"), [(0.0, 5), (0.05, 4), (0.2, 2), (0.9, 1)])
+def test_a_row_drafts_until_the_rest_does_not_pay(
+    head: bool, least: float, proposed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each draft is accepted with probability 1 / 2: the n-th with 2^-n. The first one is always verified."""
+    sizes = {"draft_vocab_size": TARGET.vocab_size}
+    drafter = BlockDrafter(config_of("dspark", **sizes) if head else config_of("dspark", markov_rank=0, **sizes))
+    if not head:
+        drafter.config = dataclasses.replace(drafter.config, confidence="")
+        logits = torch.full((TARGET.vocab_size,), -1e9)
+        logits[:2] = 0  # two tokens, each with a half
+        monkeypatch.setattr(ServedBlock, "logits", lambda self, normed: logits.expand(*normed.shape[:-1], -1))
+    else:
+        with torch.no_grad():
+            drafter.confidence_head.proj.weight.zero_()
+            drafter.confidence_head.proj.bias.zero_()
+    drafter.prepare(tiny_model())
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=msgspec.structs.replace(BLOCK, tokens=5))
+    monkeypatch.setattr(type(engine.planner._speculation), "least", least)
+    counts: list[int] = []
+    follow = engine.runner.drafting.follow
+
+    def watched(spans: Sequence[Any], *given: Any) -> None:
+        follow(spans, *given)
+        counts.extend(len(engine.runner.slots.at[span.slot].proposal.tokens) for span in spans if span.row.propose == 5)
+
+    engine.runner.drafting.follow = watched  # type: ignore[method-assign]
+    asked = job("asked", prompt(1, 20), max_tokens=20)
+    try:
+        answer = run(engine, [asked])["asked"]
+    finally:
+        engine.runner.close()
+    assert set(counts) == {proposed}
+    assert answer.tokens == run_alone(tiny_model(), asked).tokens
+
+
+def test_the_least_probability_is_the_time_of_a_position_over_that_of_a_token():
+    """Steps of one row: 10 ms and 2 ms for each further position; drafting takes 1 ms. A round of 3 drafts that gives 3
+    tokens takes 17 ms, so a token takes 5.67 ms."""
+    grid = ((10.0, 12.0, 24.0),)
+    times = RoundTimes(StepCosts((1,), (1, 2, 8), grid, (1.0,), draft_once=True))
+    assert times.ms(1, 3, 1) == pytest.approx(17.0)
+    assert least_survival(1, 3, 3.0, 1, times) == pytest.approx(2 / (17 / 3))
+    padded = RoundTimes(StepCosts((1,), (1, 2, 8), grid, (1.0,), padded=True, draft_once=True))
+    assert least_survival(1, 3, 3.0, 1, padded) == 0.0
+    assert least_survival(1, 3, 3.0, 1, RoundTimes(StepCosts())) == 0.0
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["block", "chain"])
+def test_the_scheduler_bounds_the_drafts_of_blocks_alone(once: bool):
+    costs = StepCosts((1,), (1, 2, 8), ((10.0, 12.0, 24.0),), (1.0,), draft_once=once)
+    speculation = Speculation(5, learned=True, costs=costs)
+    assert speculation.least == 0.0
+    speculation.lengths([cast("ActiveJob", SimpleNamespace(room=100, drafting=True))])
+    assert (0 < speculation.least < 0.5) if once else speculation.least == 0.0
