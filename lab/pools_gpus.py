@@ -50,7 +50,7 @@ from lab.program import count, output, program
 from lab.trees import ROOT
 from redline import clock
 from redline.bench.record import provenance
-from redline.chat.hashing import page_hashes
+from redline.chat.page_hashes import page_hashes
 from redline.errors import ConfigError, RedlineError
 from redline.messages.channel import SocketInbox, SocketOutbox, ipc_address
 from redline.messages.delta import Delta

@@ -49,7 +49,7 @@ from redline.bench.speculation.rates import (
     variants,
 )
 from redline.bench.step.checkpoint_steps import step_cost
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import RedlineError

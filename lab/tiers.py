@@ -45,7 +45,7 @@ from lab.trees import MODEL, ROOT
 from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.record import provenance
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import ConfigError, RedlineError
 from redline.messages.delta import Delta

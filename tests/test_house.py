@@ -117,7 +117,8 @@ FLAGS = {
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
     "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr "
-    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed --device",
+    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --kind --architecture --draft-vocab-size --seed "
+    "--device",
     "draft mine": "--draft --corpus --out --traces --k --proposals --temperature --top-p --examples --traffic --budget "
     "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
     "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.messages.delta import Delta, Finish
 from redline.messages.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.messages.step import TokenLogprobs

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from redline.deploy.supervisor import WorkerStatus
 from redline.messages.news import Role
-from redline.policy.count import Count, Look, ScalingLimits, choose_count, forgotten
+from redline.policy.worker_count import Count, Look, ScalingLimits, choose_count, forgotten
 from redline.router.roles import can_answer
 from redline.router.worker_registry import WorkerHandle, WorkerRegistry
 

@@ -31,11 +31,11 @@ from redline.deploy.trials import tried
 from redline.errors import RedlineError
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.news import Load, Ready, Role
-from redline.policy.count import NEWEST, rising, role_of_another
 from redline.policy.expected import PredictedGoodput, RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work
 from redline.policy.roles import FleetRoles, RoleChoice, best_roles, choose_roles, predict_roles, settled, splits_to_try
 from redline.policy.steps import StepModel, StepTimeFit, on_the_mean
+from redline.policy.worker_count import NEWEST, rising, role_of_another
 from redline.router.roles import STAY_S, can_answer
 from redline.router.worker_registry import MOVE_S, WorkerHandle
 

@@ -25,8 +25,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import check_output, save

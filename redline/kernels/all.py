@@ -19,7 +19,7 @@ from redline.kernels.cuda.decode.embed import embed
 from redline.kernels.cuda.decode.experts_down import experts_down
 from redline.kernels.cuda.decode.experts_up import experts_up
 from redline.kernels.cuda.decode.gates import gates
-from redline.kernels.cuda.decode.grouped import attend_grouped, keep_rows
+from redline.kernels.cuda.decode.gqa import attend_grouped, keep_rows
 from redline.kernels.cuda.decode.head import head, head_8
 from redline.kernels.cuda.decode.pairs_down import pairs_down
 from redline.kernels.cuda.decode.project_a import project_a

@@ -1,7 +1,7 @@
 """Grouped-query attention over pages, for a drafter with Llama-style layers.   H heads, G key heads, X head width.
 
 Plain torch: none of our target models has such layers; only third-party drafters do. The GPU version is
-`kernels/cuda/decode/grouped.py`. A page row is [rotated keys (G X) | values (G X)]; head h reads key head
+`kernels/cuda/decode/gqa.py`. A page row is [rotated keys (G X) | values (G X)]; head h reads key head
 h // (H / G). Arguments are those of `ops.mla`; its records document their shapes.
 """
 

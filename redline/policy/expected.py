@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redline.messages.base import Record
-from redline.policy.chunks import Answers, PrefillLeft, chunk_tokens
+from redline.policy.chunk_budget import Answers, PrefillLeft, chunk_tokens
 from redline.policy.steps import StepModel
 from redline.policy.targets import Targets
 

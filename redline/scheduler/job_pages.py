@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from redline.messages.job import PAGE_TOKENS, PageHash, PageId
 from redline.scheduler.active import ActiveJob, pages_for
-from redline.scheduler.pages import PagePool
-from redline.scheduler.prefix import Content, PrefixCache
+from redline.scheduler.page_counts import PagePool
+from redline.scheduler.prefix_cache import Content, PrefixCache
 from redline.scheduler.speculation import Speculation
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]

@@ -16,7 +16,7 @@ from redline.messages.step import Step
 from redline.scheduler.active import ActiveJob, Computed, pages_for
 from redline.scheduler.features import FeatureCache
 from redline.scheduler.job_pages import JobPages
-from redline.scheduler.pages import Holder
+from redline.scheduler.page_counts import Holder
 from redline.scheduler.queue import Queue
 
 

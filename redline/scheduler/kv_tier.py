@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 from redline.messages.job import JobId, PageHash, PageId
 from redline.messages.step import Step
-from redline.scheduler.pages import Holder, PagePool
-from redline.scheduler.prefix import Content, Forgotten, PrefixCache
+from redline.scheduler.page_counts import Holder, PagePool
+from redline.scheduler.prefix_cache import Content, Forgotten, PrefixCache
 
 
 class Lack(NamedTuple):

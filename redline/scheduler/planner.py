@@ -24,7 +24,7 @@ from redline.scheduler.features import FeatureCache
 from redline.scheduler.job_pages import HashPage, JobPages
 from redline.scheduler.job_table import JobTable
 from redline.scheduler.prefill_budget import Forecast, PrefillBudget
-from redline.scheduler.prefix import Changed
+from redline.scheduler.prefix_cache import Changed
 from redline.scheduler.recorded import RecordedShapes
 from redline.scheduler.settler import StepSettler
 from redline.scheduler.speculation import Speculation

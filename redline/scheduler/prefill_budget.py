@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from redline.policy.chunks import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
+from redline.policy.chunk_budget import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
 from redline.policy.pairs import Work
 from redline.scheduler.active import ActiveJob
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Drafter, RowResult, Step, StepResult
 from redline.policy.acceptance import KEEPS, REST_KEEPS, Acceptance
-from redline.policy.choose import DraftingRows, Worth, choose, gain, least_survival
 from redline.policy.costs import RoundTimes, StepCosts
+from redline.policy.draft_count import DraftingRows, Worth, choose, gain, least_survival
 from redline.scheduler.active import ActiveJob
 
 EVERY = 8  # interval, in steps, of decisions and of measured step times

@@ -16,7 +16,7 @@ from redline.scheduler.counters import PlanCounters
 from redline.scheduler.job_pages import JobPages
 from redline.scheduler.job_table import JobTable
 from redline.scheduler.kv_tier import Fetch, KvTier, Lack, PageFlags, TierReads
-from redline.scheduler.pages import Holder
+from redline.scheduler.page_counts import Holder
 from redline.scheduler.prefill_budget import PrefillBudget
 from redline.scheduler.speculation import Speculation
 

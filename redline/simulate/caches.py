@@ -1,11 +1,11 @@
 """The prefix caches of all simulated workers, in a trace's blocks: which workers have a prompt cached, and how much.
 
-The server has a prefix cache in each worker (`scheduler/prefix.py`) and an index of all in the API (`router/index.py`),
-in pages of 64 tokens. Here both are one object, in a trace's blocks of 512 tokens; otherwise simulations with hundreds
-of workers and a million prompts would not finish. Like the server's: a prefix cache hit ends at the first missing
-block, eviction is least recently used first, and the last block of a prompt goes before the first. Unlike the server's:
-pages that a running job holds only reduce the capacity, and may be evicted here while the server keeps them; blocks of
-answers are not cached.
+The server has a prefix cache in each worker (`scheduler/prefix_cache.py`) and an index of all in the API
+(`router/index.py`), in pages of 64 tokens. Here both are one object, in a trace's blocks of 512 tokens; otherwise
+simulations with hundreds of workers and a million prompts would not finish. Like the server's: a prefix cache hit ends
+at the first missing block, eviction is least recently used first, and the last block of a prompt goes before the first.
+Unlike the server's: pages that a running job holds only reduce the capacity, and may be evicted here while the server
+keeps them; blocks of answers are not cached.
 """
 
 from collections import OrderedDict

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from redline.messages.news import Role
-from redline.policy.count import NEWEST, Look, ScalingLimits, choose_count, forgotten, rising, role_of_another
 from redline.policy.expected import RequestTokens, Roles, Traffic, WorkerModel
 from redline.policy.pairs import Work, expanded_of, pairs_of
 from redline.policy.roles import FleetRoles as Chosen
 from redline.policy.roles import RoleChoice, best_roles, choose_roles, settled, splits_to_try
 from redline.policy.targets import Targets
+from redline.policy.worker_count import NEWEST, Look, ScalingLimits, choose_count, forgotten, rising, role_of_another
 from redline.router.latency_model import LatencyModel, PrefillShare
 from redline.router.placement import PlacementCandidate, PredictedPlacement, apart, beside, cheapest, predict
 from redline.simulate.caches import CachedPrefix, Caches

@@ -6,9 +6,9 @@ m x first + growth x m (m - 1) / 2.  A job that arrives waits for the step in fl
 
 As in `scheduler/planner.py` every step has a decode row of each running answer. Of the rest of its token budget, half
 goes to prompts with less left to compute than the oldest, which together may overtake it by at most its own work; the
-other half goes to the oldest first. If a step's time is bounded (`step_ms`), `policy/chunks.py` chooses the prefill
-budget of mixed steps. A job begins when a slot and KV memory are free. Not simulated: preemption because pages run out
-(memory for a whole answer is reserved at once), and draft tokens except through `tokens_per_step`.
+other half goes to the oldest first. If a step's time is bounded (`step_ms`), `policy/chunk_budget.py` chooses the
+prefill budget of mixed steps. A job begins when a slot and KV memory are free. Not simulated: preemption because pages
+run out (memory for a whole answer is reserved at once), and draft tokens except through `tokens_per_step`.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from collections import Counter, deque
 from heapq import heappop, heappush
 
 from redline.messages.news import Role
-from redline.policy.chunks import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
+from redline.policy.chunk_budget import LOOKED_AT, Answers, PrefillLeft, chunk_tokens
 from redline.policy.expected import WorkerModel
 from redline.policy.pairs import Work
 

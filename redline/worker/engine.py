@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from redline import __version__, clock, limits
 from redline.chat.conversation import Conversation, Picture
-from redline.chat.hashing import page_hash
+from redline.chat.page_hashes import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens

@@ -21,7 +21,7 @@ from redline.messages.kv_events import (
     KvEvent,
     encode_batch,
 )
-from redline.scheduler.prefix import Changed
+from redline.scheduler.prefix_cache import Changed
 from redline.worker.service import Service
 
 

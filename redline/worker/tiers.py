@@ -23,7 +23,7 @@ from redline.run.tiers.store import Saved, Store
 from redline.run.tiers.tables import Found, Tier, TierRead
 from redline.scheduler.kv_tier import Fetch, Lack, PageFlags
 from redline.scheduler.planner import Planner
-from redline.scheduler.prefix import Forgotten
+from redline.scheduler.prefix_cache import Forgotten
 from redline.worker.service import Service
 
 # Timeout of a job's read: READ_S seconds plus LATE times the predicted time. Pages that have arrived by then are used.

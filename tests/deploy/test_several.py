@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from redline.chat.hashing import page_hash
+from redline.chat.page_hashes import page_hash
 from redline.messages.job import PageHash
 from redline.messages.kv_events import BlockStored, decode_batch
 from redline.messages.kv_sockets import Subscriber

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.media.hashing import image_hash
 from redline.messages.delta import Delta
 from redline.messages.job import Job, JobId, MediaSpan, Sampling

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from redline.model.k2.cpu import K2
-from redline.policy.chunks import SHARE
+from redline.policy.chunk_budget import SHARE
 from redline.policy.pairs import Work
 from redline.worker.config import Learned
 from tests.tiny_model import BLOCK, BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from redline.messages.job import PAGE_TOKENS
-from redline.policy.choose import Worth
+from redline.policy.draft_count import Worth
 from tests.fakes import World
 
 LENGTHS = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])

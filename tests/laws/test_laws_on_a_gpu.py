@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from redline.bench.quality.prompts import read_sets
-from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import encode
 from redline.messages.handoff import Piece
 from redline.messages.job import Job, JobId, Sampling

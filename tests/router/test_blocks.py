@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from redline.chat.hashing import page_hash, page_hashes
+from redline.chat.page_hashes import page_hash, page_hashes
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS, PageHash
 from redline.messages.kv_events import BlockStored, decode_batch
 from redline.router.blocks import Blocks
 from redline.router.index import PageIndex
-from redline.scheduler.prefix import Changed
+from redline.scheduler.prefix_cache import Changed
 from redline.worker.page_events import PageEvents, events_of
 
 PROMPT = tuple(range(7, 7 + 5 * PAGE_TOKENS))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from redline.messages.job import PageHash, PageId
 from redline.messages.news import Cached
 from redline.router.index import PageIndex
-from redline.scheduler.pages import Holder, PagePool
-from redline.scheduler.prefix import PrefixCache
+from redline.scheduler.page_counts import Holder, PagePool
+from redline.scheduler.prefix_cache import PrefixCache
 
 WORKERS = "abc"
 

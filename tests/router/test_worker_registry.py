@@ -2,7 +2,7 @@
 
 import pytest
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.messages.channel import MemoryChannel
 from redline.messages.job import Job, JobId, Sampling
 from redline.messages.news import Load, Ready

@@ -18,7 +18,7 @@ import json, sys, threading
 from pathlib import Path
 
 import torch
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.kernels.cpu import native
 from redline.run.kv import KvPool
 from redline.messages.job import JobId, Sampling

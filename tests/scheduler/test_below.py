@@ -17,10 +17,10 @@ import pytest
 
 from redline.messages.job import JobId, PageHash
 from redline.messages.step import Step
-from redline.policy.choose import Worth
+from redline.policy.draft_count import Worth
 from redline.scheduler.kv_tier import Fetch, Lack, PageFlags
-from redline.scheduler.pages import Holder
-from redline.scheduler.prefix import Forgotten
+from redline.scheduler.page_counts import Holder
+from redline.scheduler.prefix_cache import Forgotten
 from tests.fakes import A_GRAMMAR, PAGE_TOKENS, FakeRunner, World
 from tests.fakes import _Page as Page
 from tests.scheduler.test_random_worlds import random_tokens

@@ -7,8 +7,8 @@ import pytest
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import RowResult, Shape, Step, StepResult
-from redline.policy.choose import PATIENCE
 from redline.policy.costs import StepCosts
+from redline.policy.draft_count import PATIENCE
 from redline.scheduler.config import PlanConfig
 from redline.scheduler.speculation import EVERY
 from tests.fakes import World, hash_page, make_job, page_hashes

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from redline.messages.step import Shape
-from redline.policy.choose import Worth
 from redline.policy.costs import StepCosts
+from redline.policy.draft_count import Worth
 from redline.policy.pairs import Work
 from tests.fakes import A_GRAMMAR, VOCABULARY, World, chain
 

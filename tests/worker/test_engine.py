@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import TransformerOutput
 from redline.kernels.inputs import Inputs

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.messages.channel import SocketInbox, SocketOutbox, ipc_address
 from redline.messages.codec import Wire
 from redline.messages.delta import Delta

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.messages.job import JobId, Sampling
 from redline.worker.turn import StepInFlight, turn
 from tests.tiny_model import BOTH, FINGERPRINT, VOCABULARY, open_engine, tiny_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.chat.hashing import make_job as hashed_job
+from redline.chat.page_hashes import make_job as hashed_job
 from redline.kernels.cpu import native
 from redline.kernels.cpu.best import best
 from redline.kernels.cpu.watch import ROOM, OpTimes

@@ -18,7 +18,7 @@ from redline.api.gateway.encoder import EncodedPrompt, Encoder, cache_salt
 from redline.api.grammars.grammars import Grammars
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.errors import PromptTooLong, RequestError
 from redline.messages.job import Grammar, Job, JobId, Sampling
 

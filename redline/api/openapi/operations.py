@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from redline.api.anthropic import operations as anthropic_operations
+from redline.api.anthropic import openapi as anthropic_operations
 from redline.api.config import ApiConfig
 from redline.api.handlers import Handlers, ServerReady, ServerUnready
-from redline.api.openai import operations as openai_operations
+from redline.api.openai import openapi as openai_operations
 from redline.api.openai.protocol import TokenizerInfo
 from redline.api.openapi.operation import Operation
 from redline.api.page.chat_page import EngineView
-from redline.api.responses import operations as responses_operations
+from redline.api.responses import openapi as responses_operations
 
 
 def operations(config: ApiConfig) -> tuple[Operation, ...]:

@@ -10,8 +10,8 @@ from redline.bench.quality.prompts import EvalPrompt, ModelAnswer
 from redline.chat.conversation import Conversation
 from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
-from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import render
 from redline.messages.delta import Delta
 from redline.messages.job import Grammar, Job, JobId, MediaSpan, Sampling

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from redline import clock
-from redline.chat.hashing import make_job
 from redline.chat.lines import NOT_JSON, Chat, conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError

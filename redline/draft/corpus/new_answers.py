@@ -5,7 +5,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from redline.chat.hashing import make_job
+from redline.chat.page_hashes import make_job
 from redline.draft.corpus.corpus import Example
 from redline.messages.job import Job, JobId, Sampling
 from redline.worker.engine import Engine

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from redline import clock
 from redline.chat.generation import generation_config_of
-from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import check_output, is_full

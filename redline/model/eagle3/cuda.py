@@ -23,7 +23,7 @@ from redline.kernels.cuda.decode.attend import ROPE, attend
 from redline.kernels.cuda.decode.dense import MOST_STREAMED, MOST_TOKENS
 from redline.kernels.cuda.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.cuda.decode.gates import HALF, gates, gates_weight
-from redline.kernels.cuda.decode.grouped import MOST_GROUP, MOST_WIDTH, attend_grouped, keep_rows
+from redline.kernels.cuda.decode.gqa import MOST_GROUP, MOST_WIDTH, attend_grouped, keep_rows
 from redline.kernels.cuda.decode.head import logits_of
 from redline.kernels.cuda.decode.project_a import project_a
 from redline.kernels.cuda.decode.project_out import project_out

@@ -8,7 +8,7 @@ import torch
 
 from redline.kernels.by_chip import checksum, checksums
 from redline.kernels.cuda.decode.drafter_rows import join_rows, norm_states
-from redline.kernels.cuda.decode.grouped import attend_grouped, keep_rows
+from redline.kernels.cuda.decode.gqa import attend_grouped, keep_rows
 from redline.kernels.cuda.patches import add_layer_norm, attend_patches
 from redline.kernels.cuda.prefill.attend_blocks import attend_blocks
 from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu

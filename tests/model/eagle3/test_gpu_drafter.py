@@ -14,7 +14,7 @@ from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cuda import linear as products
-from redline.kernels.cuda.decode import grouped
+from redline.kernels.cuda.decode import gqa
 from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.cuda.triton import dense as streamed
 from redline.kernels.cuda.triton import linear
@@ -109,7 +109,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda *_: 256)
-        monkeypatch.setattr(grouped, "_PROGRAMS", 16)
+        monkeypatch.setattr(gqa, "_PROGRAMS", 16)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig, BlockKind
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import ServedBlock
-from redline.policy.choose import least_survival
 from redline.policy.costs import RoundTimes, StepCosts
+from redline.policy.draft_count import least_survival
 from redline.scheduler.active import ActiveJob
 from redline.scheduler.speculation import Speculation
 from redline.worker.config import EngineConfig, Learned

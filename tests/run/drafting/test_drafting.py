@@ -23,7 +23,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
-from redline.policy.choose import Worth
+from redline.policy.draft_count import Worth
 from redline.run.runner import Runner
 from redline.worker.config import Learned
 from redline.worker.engine import EngineCore

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.cuda.decode import grouped
+from redline.kernels.cuda.decode import gqa
 from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.cuda.step.step_rows import SLOT, SlotTensors
 from redline.kernels.cuda.triton import dense as streamed
@@ -495,7 +495,7 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
 
     Few Triton programs are launched, since Triton's interpreter is as slow for a small one as for a large one.
     """
-    monkeypatch.setattr(grouped, "_PROGRAMS", 12)
+    monkeypatch.setattr(gqa, "_PROGRAMS", 12)
     for products in (linear, streamed):
         monkeypatch.setattr(products, "block_rows", lambda *_: 256)
     model = tiny_model()

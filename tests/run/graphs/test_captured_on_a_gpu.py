@@ -80,7 +80,7 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
 
 def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
     """A prompt of 60,000 tokens in chunks, for which the latents of the whole prefix are expanded."""
-    from redline.chat.hashing import make_job
+    from redline.chat.page_hashes import make_job
     from redline.messages.job import JobId, Sampling
 
     config = EngineConfig(max_model_len=65_536, kv_memory=1 << 30, device="cuda")
@@ -105,7 +105,7 @@ def test_what_requests_ask_for_is_the_same_in_recorded_steps_and_where_the_host_
     """One prompt with every sampling option. In eager steps, products of other sizes may swap two tokens with nearly
     equal logits, and so change the rest of the answer; most answers are equal.
     """
-    from redline.chat.hashing import make_job
+    from redline.chat.page_hashes import make_job
     from redline.messages.job import JobId, Sampling
 
     asked = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from redline.messages.job import PAGE_TOKENS, PageHash, PageId
-from redline.scheduler.pages import SLICE, Holder, PagePool
+from redline.scheduler.page_counts import SLICE, Holder, PagePool
 
 
 class Forgotten(NamedTuple):

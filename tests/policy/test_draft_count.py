@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from redline.policy.choose import PATIENCE, DraftingRows, Worth, choose, gain
 from redline.policy.costs import RoundTimes, StepCosts
+from redline.policy.draft_count import PATIENCE, DraftingRows, Worth, choose, gain
 
 GOOD = [0.8, 0.64, 0.5, 0.4, 0.32, 0.26, 0.2]
 HOPELESS = [0.02, 0.0004, 0.0, 0.0, 0.0, 0.0, 0.0]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from redline.policy.chunks import SHARE, Answers, PrefillLeft, chunk_tokens, work_of
+from redline.policy.chunk_budget import SHARE, Answers, PrefillLeft, chunk_tokens, work_of
 from redline.policy.pairs import Work
 
 ONE = Answers(rows=1)

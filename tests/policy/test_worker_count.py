@@ -2,7 +2,8 @@
 
 import pytest
 
-from redline.policy.count import (
+from redline.policy.expected import Roles
+from redline.policy.worker_count import (
     CONFIRM,
     KEPT_STARTS,
     WANTED_STARTS,
@@ -13,7 +14,6 @@ from redline.policy.count import (
     rising,
     role_of_another,
 )
-from redline.policy.expected import Roles
 
 LIMITS = ScalingLimits(least=1, most=4, spare_s=100.0, start_s=10.0)
 

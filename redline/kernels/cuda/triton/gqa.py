@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""Grouped-query attention with paged KV, for a drafter's Llama-style layer (`decode/grouped.py`), on tensor cores.
+"""Grouped-query attention with paged KV, for a drafter's Llama-style layer (`decode/gqa.py`), on tensor cores.
 
 A program computes the heads of one key head of one query over a range of the query's pages, one split; a second launch
 combines the splits. Grids depend only on the shape of a step; a query's pages are divided by its own length.

@@ -1,4 +1,4 @@
-"""Grouped-query attention of a drafter's Llama-style layer, in Triton (`triton/grouped.py`).
+"""Grouped-query attention of a drafter's Llama-style layer, in Triton (`triton/gqa.py`).
 
 `keep_rows`        writes rotated keys, and values, of each token to its page
 `attend_grouped`   attends with queries, rotated as they are read, to the pages of their slots
@@ -46,9 +46,9 @@ def _keep_reference(args: KeepRowsArgs) -> None:
 
 
 def _keep_triton(args: KeepRowsArgs) -> None:
-    from redline.kernels.cuda.triton import grouped  # Triton is imported only on use
+    from redline.kernels.cuda.triton import gqa  # Triton is imported only on use
 
-    grouped.keep_rows(*args)
+    gqa.keep_rows(*args)
 
 
 def _keep_fits(args: KeepRowsArgs) -> bool:
@@ -123,10 +123,10 @@ def _attend_reference(args: AttendGroupedArgs) -> Tensor:
 
 
 def _attend_triton(args: AttendGroupedArgs) -> Tensor:
-    from redline.kernels.cuda.triton import grouped
+    from redline.kernels.cuda.triton import gqa
 
     splits = splits_of(args.q_QHX.shape[0], args.key_heads, args.max_length)
-    return grouped.attend(
+    return gqa.attend(
         *(args.q_QHX, args.cos, args.sin, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, args.plane),
         *(args.key_heads, args.scale, splits, args.skip, args.first),
     )

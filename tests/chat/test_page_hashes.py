@@ -2,7 +2,7 @@
 
 import pytest
 
-from redline.chat.hashing import make_job, page_hashes
+from redline.chat.page_hashes import make_job, page_hashes
 from redline.messages.job import PAGE_TOKENS, JobId, MediaSpan, Sampling
 
 TOKENS = tuple(range(3 * PAGE_TOKENS + 5))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from redline.scheduler.pages import Holder, PagePool
+from redline.scheduler.page_counts import Holder, PagePool
 
 
 def held(pool: PagePool, *, jobs: list[int], cache: list[int]) -> None:

@@ -3,8 +3,8 @@
 import random
 
 from redline.messages.job import PAGE_TOKENS, PageHash, PageId
-from redline.scheduler.pages import Holder, PagePool
-from redline.scheduler.prefix import PrefixCache
+from redline.scheduler.page_counts import Holder, PagePool
+from redline.scheduler.prefix_cache import PrefixCache
 
 
 def remember(cache: PrefixCache, pool: PagePool, chain: str, *, exact: bool = True) -> list[PageId]:
