@@ -1,5 +1,5 @@
-"""Autoscaler: starts and stops workers with the traffic. `policy.count` computes how many are to run; `Autoscaler`
-chooses which.
+"""Autoscaler: starts and stops workers with the traffic. `policy.worker_count` computes how many are to run;
+`Autoscaler` chooses which.
 
 After a failed start a worker is skipped for a while, with exponential backoff: another process may occupy its GPUs. One
 worker is started or stopped at a time, and none is stopped while another still drains. The worker to stop is the one
@@ -47,7 +47,7 @@ class Autoscaler:
     """Recent estimates of how many workers are needed, and the workers that are started or stopped accordingly."""
 
     def __init__(self, crew: WorkerPool, links: WorkerRegistry, spare_s: float, clock: Callable[[], float]) -> None:
-        """spare_s: as in `policy.count.ScalingLimits`."""
+        """spare_s: as in `policy.worker_count.ScalingLimits`."""
         self._crew = crew
         self._links = links
         self._spare_s = spare_s

@@ -3,7 +3,7 @@
 The prediction uses a sample of individual requests rather than means, because long prompts with short outputs and short
 prompts with long outputs would average out. Prefill workers are a queue with several servers. Decode batches grow until
 requests finish as fast as they arrive. Prompts that would wait too long for a prefill worker are computed on the decode
-workers, in chunks that `policy.chunks` chooses if the time of mixed steps is bounded. Pure functions.
+workers, in chunks that `policy.chunk_budget` chooses if the time of mixed steps is bounded. Pure functions.
 """
 
 import math
@@ -37,7 +37,7 @@ class WorkerModel(Record, frozen=True):
     running requests, at most. kv_tokens: tokens in all KV pages. tokens_per_step: tokens per decode row and step, more
     than 1 with a drafter. handoff_ms and handoff_token_ms: time of the KV transfer from the end of a prompt to its
     first token at another worker, fixed and per prompt token. step_ms: bound on the time of a mixed step
-    (`policy.chunks`); None: no bound.
+    (`policy.chunk_budget`); None: no bound.
     """
 
     name: str
@@ -172,7 +172,7 @@ class TrafficSample:
         """(share of requests that meet their targets, utilization of prefill workers, utilization of decode workers).
 
         If the time of mixed steps is bounded and prefill cannot keep up with such chunks, chunks are made long enough
-        for the TTFT targets (`policy.chunks`): the result is then the better of both.
+        for the TTFT targets (`policy.chunk_budget`): the result is then the better of both.
         """
         found = self._good(rate, prefill, decode)
         if self._model.step_ms is None or found[1] <= MOST_USE:

@@ -1,7 +1,7 @@
 """Prefill budget of a step that also has decode rows, if the step time is bounded.
 
-This module collects the inputs; `policy.chunks` chooses the budget. Time is the sum of the durations of settled steps:
-a prompt waits while steps run, and nothing here reads a clock.
+This module collects the inputs; `policy.chunk_budget` chooses the budget. Time is the sum of the durations of settled
+steps: a prompt waits while steps run, and nothing here reads a clock.
 """
 
 import itertools

@@ -2,10 +2,11 @@
 or do not.
 
 Server code: `router.placement` (`predict`, `apart`) routes requests with the times that `router.latency_model` has
-learned, `policy.roles.choose_roles` chooses the roles of workers if they are not fixed, and `policy.count.choose_count`
-the number of workers. Before roles change, the recent requests are replayed with each candidate split (`tried`).
-Simulated: workers (`worker.py`), prefix caches (`caches.py`) and KV transfers (a time per token). In a pool of more
-than EVERYBODY workers, a request considers only the workers with the longest cached prefix, and a few random ones.
+learned, `policy.roles.choose_roles` chooses the roles of workers if they are not fixed, and
+`policy.worker_count.choose_count` the number of workers. Before roles change, the recent requests are replayed with
+each candidate split (`tried`). Simulated: workers (`worker.py`), prefix caches (`caches.py`) and KV transfers (a time
+per token). In a pool of more than EVERYBODY workers, a request considers only the workers with the longest cached
+prefix, and a few random ones.
 """
 
 import heapq
@@ -49,7 +50,7 @@ local: the worker that decodes."""
 
 
 class AutoscaleLimits(NamedTuple):
-    """Autoscaling of the number of workers; the fields are those of `policy.count.ScalingLimits`."""
+    """Autoscaling of the number of workers; the fields are those of `policy.worker_count.ScalingLimits`."""
 
     least: int
     most: int

@@ -2,14 +2,14 @@
 
 The drafter's plane has a row per layer for each token: the rotated keys and the values that the layer computes of the
 token's context vector, at the token's own place. So a page depends only on tokens up to its end, and nothing has to be
-computed again after a cached prefix or a KV transfer. The rows of a block itself are never stored: its tokens are
-guesses, and its keys do not come from the target's states.
+computed again after a cached prefix or a KV transfer. The rows of a block itself are not stored here, since its tokens
+are guesses, and its keys do not come from the target's states; a GPU stores them in places that true rows overwrite.
 
 N positions whose states are given, R blocks, B positions of a block, D hidden, H query heads, G key heads, X head
 width, W = 2 G X, S places of the longest context, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,17 @@ from redline.model.k2.cpu import K2
 from redline.ops.add_norm import rms_norm
 from redline.ops.gqa import heads_and_row, unfold
 from redline.ops.mla import angles, stored
+
+
+class BlockRows(NamedTuple):
+    """The blocks of a pass."""
+
+    anchors_R: Tensor  # int64: the last token of each slot
+    starts_R: Tensor  # int64: its position; the context is all tokens before it
+    counts_R: Tensor  # int64: positions of the block that are used; those after them are not seen, and mean nothing
+    tables_RP: Tensor  # int32: the pages of each slot
+    longest: int  # no start is larger
+    spare_page: int = 0  # a GPU stores a block's rows; those of positions that are not used go to this page
 
 
 class ServedLayer(NamedTuple):
@@ -92,92 +103,81 @@ class ServedBlock:
             self._confidence = weight[0], bias[0]
         self.inv_freq = config.inv_freq()
 
-    def read(
-        self, features_NF: Tensor, sources: Sequence[int], positions: Sequence[int], rows: Tensor, plane: Tensor
-    ) -> None:
-        """Stores the context rows of the target's states `sources` [N of them], which belong to `positions`.
+    def read(self, features_TF: Tensor, position_T: Tensor, rows_T: Tensor, plane: Tensor) -> None:
+        """Stores the context rows of the target's states of these positions.
 
-        rows   int64 [sources]: page * 64 + place in the page, of each
-        plane  [pages, 64, layers x W], of which each page holds [layers, 64, W]: written
+        rows_T  int64: page * 64 + place in the page, of each
+        plane   [pages, 64, layers x W], of which each page holds [layers, 64, W]: written
         """
-        config, eps = self.config, self.config.rms_norm_eps
-        picked = features_NF[list(sources)].to(self._dtype)
-        context_TD = _norm(linear(picked, self._fc), self._hidden_norm, eps)
-        cos, sin = angles(torch.tensor(positions), self.inv_freq)
+        config = self.config
+        context_TD = _norm(linear(features_TF.to(self._dtype), self._fc), self._hidden_norm, config.rms_norm_eps)
+        cos, sin = angles(position_T, self.inv_freq)
         flat = plane.view(-1, config.row_width)
-        page, place = rows // PAGE_TOKENS, rows % PAGE_TOKENS
+        page, place = rows_T // PAGE_TOKENS, rows_T % PAGE_TOKENS
         for number, layer in enumerate(self._layers):
             row_TW = self._row(layer, context_TD, cos, sin)
             flat[(page * len(self._layers) + number) * PAGE_TOKENS + place] = stored(row_TW, plane.dtype)
 
-    def states(self, anchors: Sequence[int], tables: Tensor, lengths: Sequence[int], plane: Tensor) -> Tensor:
-        """One pass over a block for each anchor -> the head's inputs [R, B, D].
-
-        anchors  the last token of each slot, at position lengths[i]; the context is all tokens before it
-        tables   int32 [R, pages]: the pages of each slot
-        """
+    def states(self, blocks: BlockRows, plane: Tensor) -> Tensor:
+        """One pass over all blocks -> the head's inputs [R, B, D]; plane: only read."""
         config, eps = self.config, self.config.rms_norm_eps
-        blocks, size = len(anchors), config.block_size
-        ids = torch.full((blocks, size), config.mask_token_id, dtype=torch.int64)
-        ids[:, 0] = torch.tensor(anchors)
-        length_R = torch.tensor(lengths)
-        position_RB = length_R[:, None] + torch.arange(size)
+        count, size = len(blocks.anchors_R), config.block_size
+        position_RB = blocks.starts_R[:, None] + torch.arange(size)
         cos, sin = angles(position_RB.flatten(), self.inv_freq)
-        pages = -(-max(lengths) // PAGE_TOKENS)
+        pages = -(-blocks.longest // PAGE_TOKENS)
         places = torch.arange(pages * PAGE_TOKENS)
-        all_places = torch.cat([places.expand(blocks, -1), position_RB], 1)
-        after_RS = places >= length_R[:, None]  # nothing was written there, or rows of tokens that were not accepted
-        there = torch.cat([~after_RS, torch.ones(blocks, size, dtype=torch.bool)], 1)
+        all_places = torch.cat([places.expand(count, -1), position_RB], 1)
+        after_RS = places >= blocks.starts_R[:, None]  # nothing was written there, or rows that were not accepted
+        there = torch.cat([~after_RS, torch.arange(size) < blocks.counts_R[:, None].clamp_min(1)], 1)
         distance = position_RB[:, :, None] - all_places[:, None]
         planes = plane.view(-1, PAGE_TOKENS, config.row_width)
-        table_RP = tables[:, :pages].long() * len(self._layers)
-        x = self._embedding_VD[ids.flatten()].to(self._dtype)
-        residual = x
+        table_RP = blocks.tables_RP[:, :pages].long() * len(self._layers)
+        residual = self._embedding_VD[block_ids(blocks.anchors_R, config).flatten()].to(self._dtype)
         for number, layer in enumerate(self._layers):
             normed = _norm(residual, layer.input_norm, eps)
             q = linear(normed, layer.q).unflatten(-1, (-1, config.head_dim))
             k, v = self._keys_values(layer, normed)
             q, row = heads_and_row(rms_norm(q, layer.q_norm, eps), k, v, cos, sin)
             stored_RSW = planes[table_RP + number].flatten(1, 2).float().masked_fill(after_RS[..., None], 0.0)
-            rows_RSW = torch.cat([stored_RSW, row.unflatten(0, (blocks, size))], 1)
+            rows_RSW = torch.cat([stored_RSW, row.unflatten(0, (count, size))], 1)
             keys, values = unfold(rows_RSW, config.num_attention_heads, config.head_dim)
             seen = there[:, None].expand(-1, size, -1)
             if layer.window is not None:
                 seen = seen & (distance >= 0) & (distance < layer.window)
             mixed = F.scaled_dot_product_attention(
-                *(each.transpose(1, 2) for each in (q.float().unflatten(0, (blocks, size)), keys, values)),
+                *(each.transpose(1, 2) for each in (q.float().unflatten(0, (count, size)), keys, values)),
                 attn_mask=seen[:, None],
                 scale=config.softmax_scale,
             )
             added = linear(mixed.transpose(1, 2).flatten(2).flatten(0, 1).to(self._dtype).contiguous(), layer.o)
             residual, normed = add_norm(residual, added, layer.mlp_norm, eps)
             residual = residual + moe(normed, layer.gate_up, layer.down, None, True)
-        return _norm(residual, self._norm, eps).unflatten(0, (blocks, size))
+        return _norm(residual, self._norm, eps).unflatten(0, (count, size))
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """The head's inputs [..., D] -> float32 [..., draft vocabulary], without DSpark's bias."""
-        return linear(normed.flatten(0, -2), self._head).float().unflatten(0, normed.shape[:-1])
+    def logits(self, normed_RD: Tensor) -> Tensor:
+        """The head's inputs -> float32 [R, draft vocabulary], without DSpark's bias."""
+        return linear(normed_RD.contiguous(), self._head).float()
 
-    def biased(self, logits_RV: Tensor, before: Sequence[int]) -> Tensor:
+    def biased(self, logits_RV: Tensor, before_R: Tensor) -> Tensor:
         """The logits of one position of each block, with the bias by the token before it; DFlash has none."""
         if self._w1 is None or self._w2 is None:
             return logits_RV
-        return logits_RV + linear(self._w1[torch.tensor(before)].to(self._dtype), self._w2).float()
+        return logits_RV + linear(self._w1[before_R].to(self._dtype), self._w2).float()
 
-    def acceptance(self, normed_RD: Tensor, logits_RV: Tensor, before: Sequence[int]) -> list[float]:
+    def acceptance(self, normed_RD: Tensor, logits_RV: Tensor, before_R: Tensor) -> list[float]:
         """The probability that each block's draft at a position is accepted if those before it are: by the confidence
         head; without one, the probability of the drafter's own argmax. logits_RV: as `biased` returns them."""
         if self._confidence is None:
             return logits_RV.softmax(-1).amax(-1).tolist()
         weight, bias = self._confidence
         if self._w1 is not None and weight.shape[0] > normed_RD.shape[1]:
-            normed_RD = torch.cat([normed_RD, self._w1[torch.tensor(before)].to(normed_RD.dtype)], -1)
+            normed_RD = torch.cat([normed_RD, self._w1[before_R].to(normed_RD.dtype)], -1)
         return (normed_RD.float() @ weight + bias).sigmoid().tolist()
 
-    def likeliest(self, logits_RV: Tensor) -> list[int]:
-        """The argmax as tokens of the target's vocabulary; for any input a token."""
-        found = best(logits_RV.contiguous())[0].cpu()
-        return (found if self._ids is None else self._ids[found]).tolist()
+    def likeliest(self, logits_RV: Tensor) -> Tensor:
+        """The argmax, int64 [R], as tokens of the target's vocabulary; for any input a token."""
+        found = best(logits_RV.contiguous())[0]
+        return found if self._ids is None else self._ids[found]
 
     def whole(self, logits_V: Tensor) -> Tensor:
         """Logits over the target's vocabulary, -inf for tokens that the drafter lacks."""
@@ -194,6 +194,12 @@ class ServedBlock:
     def _row(self, layer: ServedLayer, x_TD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         k, v = self._keys_values(layer, x_TD)
         return heads_and_row(k, k, v, cos, sin)[1]
+
+
+def block_ids(anchors_R: Tensor, config: BlockConfig) -> Tensor:
+    """The tokens of the blocks, int64 [R, B]: the anchor, then mask tokens."""
+    masks = torch.full((1, config.block_size - 1), config.mask_token_id, device=anchors_R.device)
+    return torch.cat([anchors_R[:, None], masks.expand(len(anchors_R), -1)], 1)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,8 @@ from torch import Tensor
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Row
 from redline.model.block.module import BlockDrafter
+from redline.model.block.serve import BlockRows
+from redline.ops.staged import staged
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
@@ -41,11 +43,11 @@ class BlockDrafting:
         slots = [span.slot for span, count in zip(spans, counts, strict=True) for _ in range(count)]
         positions = [span.start + i for span, count in zip(spans, counts, strict=True) for i in range(count)]
         sources = [first + i for first, count in zip(firsts, counts, strict=True) for i in range(count)]
-        place = torch.tensor(positions)
         if positions:
-            page = self._slots.tables[torch.tensor(slots), place // PAGE_TOKENS].long()
-            rows = page * PAGE_TOKENS + place % PAGE_TOKENS
-            self._served.read(features_TF, sources, positions, rows, self._kv.draft)
+            slot_T, place_T, source_T = (self._sent(each) for each in (slots, positions, sources))
+            page_T = self._slots.tables[slot_T, place_T // PAGE_TOKENS].long()
+            rows_T = page_T * PAGE_TOKENS + place_T % PAGE_TOKENS
+            self._served.read(features_TF[source_T], place_T, rows_T, self._kv.draft)
         drafting = [(span.row, drafts) for span, drafts in zip(spans, wanted, strict=True) if drafts]
         if drafting:
             self._propose(drafting)
@@ -54,13 +56,15 @@ class BlockDrafting:
         """rows: with how many drafts each wants; a row gets fewer if the block has fewer, or if the rest does not pay
         off (`Row.least`), but never none: what one more round would verify is not known before it."""
         served, of = self._served, [self._slots.at[row.slot] for row, _ in rows]
-        index = torch.tensor([row.slot for row, _ in rows])
-        before = self._slots.tokens[index, torch.tensor([slot.length - 1 for slot in of])].tolist()
-        lengths = [slot.length - 1 for slot in of]
-        normed_RBD = served.states(before, self._slots.tables[index], lengths, self._kv.draft)
-        first, most = int(not served.config.sample_from_anchor), served.config.drafts
-        count = min(most, max(wanted for _, wanted in rows))
-        logits_RnV = served.logits(normed_RBD[:, first : first + count].contiguous())
+        config, slot_R = served.config, self._sent([row.slot for row, _ in rows])
+        start_R = self._sent([slot.length - 1 for slot in of])
+        before_R, size_R = self._slots.tokens[slot_R, start_R], torch.full_like(start_R, config.block_size)
+        longest = max(slot.length for slot in of)
+        blocks = BlockRows(before_R, start_R, size_R, self._slots.tables[slot_R], longest)
+        normed_RBD = served.states(blocks, self._kv.draft)
+        first, count = int(not config.sample_from_anchor), min(config.drafts, max(wanted for _, wanted in rows))
+        normed_RnD = normed_RBD[:, first : first + count]
+        logits_RnV = served.logits(normed_RnD.flatten(0, 1)).unflatten(0, normed_RnD.shape[:2])
         certain = [self._certain or slot.sampling.seeded or is_greedy(slot.sampling) for slot in of]
         drafted: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
@@ -68,21 +72,25 @@ class BlockDrafting:
         accepted = [1.0] * len(rows)  # probability that all drafts of the row so far are
         paid = [wanted for _, wanted in rows]
         for done in range(count):
-            logits_RV = served.biased(logits_RnV[:, done], before)
+            logits_RV = served.biased(logits_RnV[:, done], before_R)
             if bounded:
-                probable = served.acceptance(normed_RBD[:, first + done], logits_RV, before)
+                probable = served.acceptance(normed_RnD[:, done], logits_RV, before_R)
                 for i, (row, _) in enumerate(rows):
                     accepted[i] *= probable[i]
                     if done and accepted[i] < row.least:
                         paid[i] = min(paid[i], done)
                 if done >= max(paid):
                     break
-            before = served.likeliest(logits_RV)
+            tokens = served.likeliest(logits_RV).tolist()
             for i, slot in enumerate(of):
                 if not certain[i]:
-                    before[i], q = draft_token(served.whole(logits_RV[i]), slot.sampling, slot.length, done)
+                    tokens[i], q = draft_token(served.whole(logits_RV[i]), slot.sampling, slot.length, done)
                     assert q is not None, "a row that samples draws its drafts from a distribution"
                     drawn[i].append(q)
-                drafted[i].append(before[i])
+                drafted[i].append(tokens[i])
+            before_R = self._sent(tokens)
         for i, slot in enumerate(of):
             slot.proposal = Proposal(drafted[i], torch.stack(drawn[i]) if drawn[i] else None).until(paid[i])
+
+    def _sent(self, values: Sequence[int]) -> Tensor:
+        return staged(values, self._slots.tables.device)

@@ -17,6 +17,7 @@ from redline.errors import CheckpointError
 from redline.messages.job import PAGE_TOKENS
 from redline.model.block.config import BlockConfig
 from redline.model.block.module import BlockDrafter
+from redline.model.block.serve import BlockRows
 from redline.model.drafter import open_drafter
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.config import Yarn
@@ -155,28 +156,39 @@ def test_the_served_form_is_the_training_form(config: BlockConfig, lengths: tupl
         for part in range(len(features)), range(len(features) // 2, len(features)):  # the same again changes nothing
             place = torch.tensor(part)
             rows = table[place // PAGE_TOKENS].long() * PAGE_TOKENS + place % PAGE_TOKENS
-            served.served.read(features, part, part, rows, plane)
-    anchors = [int(ids[0]) for ids, _ in blocks]
-    found = served.served.states(anchors, tables, lengths, plane)
+            served.served.read(features[place], place, rows, plane)
+    anchors, starts = torch.stack([ids[0] for ids, _ in blocks]), torch.tensor(lengths)
+    asked = BlockRows(anchors, starts, torch.full_like(starts, config.block_size), tables, max(lengths))
+    found = served.served.states(asked, plane)
     for number, (ids, features) in enumerate(blocks):
         wanted = dense_states(dense, ids, features)
         torch.testing.assert_close(found[number], wanted, rtol=2e-2, atol=2e-2)
-        alone = served.served.states(
-            anchors[number : number + 1], tables[number : number + 1], lengths[number:][:1], plane
-        )
-        torch.testing.assert_close(alone[0], found[number], rtol=2e-2, atol=2e-2)
+        one = slice(number, number + 1)
+        alone = BlockRows(anchors[one], starts[one], asked.counts_R[one], tables[one], lengths[number])
+        torch.testing.assert_close(served.served.states(alone, plane)[0], found[number], rtol=2e-2, atol=2e-2)
         before = torch.randint(TARGET.vocab_size, (len(ids),), generator=g)
-        logits = served.served.logits(found[number])
-        biased = torch.stack(
-            [served.served.biased(row[None], [int(t)])[0] for row, t in zip(logits, before, strict=True)]
-        )
+        biased = served.served.biased(served.served.logits(found[number]), before)
         torch.testing.assert_close(biased, dense.draft_logits(found[number], before), rtol=2e-2, atol=3e-2)
         known = dense.token_ids()
         tokens = served.served.likeliest(biased)
-        assert tokens == (biased.argmax(-1) if known is None else known[biased.argmax(-1)]).tolist()
+        assert torch.equal(tokens, biased.argmax(-1) if known is None else known[biased.argmax(-1)])
         whole = served.served.whole(biased[0])
         assert whole.shape == (TARGET.vocab_size,)
-        assert int(whole.argmax()) == tokens[0]
+        assert int(whole.argmax()) == int(tokens[0])
+
+
+def test_positions_that_are_not_used_are_not_seen(config: BlockConfig, tmp_path: Path):
+    """A block of which two positions are used is a shorter block."""
+    served, dense = opened(config, tmp_path), BlockDrafter.open(tmp_path, TARGET).float()
+    served.prepare(tiny_model())
+    dense.attach(tiny_model().embedding_VD, tiny_model().head.dense())
+    ids, features = one_block(config, 40)
+    plane, place = torch.zeros(1, PAGE_TOKENS, config.kv_width), torch.arange(40)
+    served.served.read(features, place, place, plane)
+    tables = torch.zeros(1, 1, dtype=torch.int32)
+    asked = BlockRows(ids[:1], torch.tensor([40]), torch.tensor([2]), tables, 40)
+    found = served.served.states(asked, plane)[0, :2]
+    torch.testing.assert_close(found, dense_states(dense, ids[:2], features), rtol=2e-2, atol=2e-2)
 
 
 def test_saved_and_opened_it_is_the_same(config: BlockConfig, tmp_path: Path):

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig, BlockKind
 from redline.model.block.module import BlockDrafter
-from redline.model.block.serve import ServedBlock
+from redline.model.block.serve import BlockRows, ServedBlock
 from redline.policy.costs import RoundTimes, StepCosts
 from redline.policy.draft_count import least_survival
 from redline.scheduler.active import ActiveJob
@@ -55,17 +55,15 @@ def test_the_drafts_are_for_the_positions_after_the_anchor(kind: BlockKind, monk
     drafter.prepare(tiny_model())
     later = int(kind == "dspark")
 
-    def states(
-        self: ServedBlock, anchors: Sequence[int], tables: Tensor, lengths: Sequence[int], plane: Tensor
-    ) -> Tensor:
-        found = torch.zeros(len(anchors), 5, TARGET.hidden_size)
-        for row, (anchor, length) in enumerate(zip(anchors, lengths, strict=True)):
+    def states(self: ServedBlock, blocks: BlockRows, plane: Tensor) -> Tensor:
+        found = torch.zeros(len(blocks.anchors_R), 5, TARGET.hidden_size)
+        for row, (anchor, length) in enumerate(zip(blocks.anchors_R.tolist(), blocks.starts_R.tolist(), strict=True)):
             (text,) = (text for text in texts if text[length] == anchor)
             found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
         return found
 
     def logits(self: ServedBlock, normed: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(normed[..., 0].long(), TARGET.vocab_size).float()
+        return torch.nn.functional.one_hot(normed[:, 0].long(), TARGET.vocab_size).float()
 
     monkeypatch.setattr(ServedBlock, "states", states)
     monkeypatch.setattr(ServedBlock, "logits", logits)
@@ -189,7 +187,7 @@ def test_a_row_drafts_until_the_rest_does_not_pay(
         drafter.config = dataclasses.replace(drafter.config, confidence="")
         logits = torch.full((TARGET.vocab_size,), -1e9)
         logits[:2] = 0  # two tokens, each with a half
-        monkeypatch.setattr(ServedBlock, "logits", lambda self, normed: logits.expand(*normed.shape[:-1], -1))
+        monkeypatch.setattr(ServedBlock, "logits", lambda self, normed: logits.expand(len(normed), -1))
     else:
         with torch.no_grad():
             drafter.confidence_head.proj.weight.zero_()
