@@ -117,10 +117,8 @@ def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
 
 def drafter_rows(engine: EngineCore, slot: int, count: int) -> Tensor:
     """The drafter's rows at positions [1, count) of a slot: position 0 of a job has none."""
-    table, drafter = engine.runner.slots.tables[slot].long(), engine.runner.drafter
-    layers = drafter.config.num_hidden_layers if isinstance(drafter, BlockDrafter) else 1
-    pages = engine.runner.kv.draft[table].view(len(table), layers, PAGE_TOKENS, -1)
-    return pages.transpose(1, 2).flatten(2).flatten(0, 1)[1:count].clone()
+    table = engine.runner.slots.tables[slot].long()
+    return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
 
 
 class Answer(NamedTuple):

@@ -137,6 +137,10 @@ def stages_of(
     if top.train is None:
         raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
     recipe.base(top.train)
+    if top.mine is not None and (kind := top.train.get("drafter", {}).get("kind", "eagle3")) != "eagle3":
+        raise ConfigError(
+            f"{path}: [mine]: scores EAGLE-3 drafters only, and train.drafter.kind is {kind!r}; remove one"
+        )
     if top.mine is not None:
         recipe.mined(MINED, "mine", top.train, top.mine)
         if top.eval is not None and top.control and top.mine.get("choose") != "uniform":

@@ -25,10 +25,3 @@ def is_block(folder: Path | str) -> bool:
 def open_drafter(folder: Path | str, target: K2Config) -> Drafter:
     """Loads a drafter. CheckpointError, with file, field or tensor and the reason, if it is broken or does not fit."""
     return (BlockDrafter if is_block(folder) else Eagle3).open(folder, target)
-
-
-def read_config(folder: Path | str, target: K2Config) -> DrafterConfig:
-    """A drafter's config, checked against its target. CheckpointError as `open_drafter`, but no weight is read."""
-    config = BlockConfig.from_folder(folder) if is_block(folder) else Eagle3Config.from_folder(folder, target)
-    config.check(target, str(Path(folder) / "config.json"))
-    return config

@@ -87,13 +87,15 @@ class RoundTimes:
         base = self._base(rows, depth, followed, rows if drafted is None else drafted)
         return base * math.exp(self._scale + self._of_kind[self._kind(rows, depth, followed)])
 
-    def position_ms(self, rows: int, positions: float) -> float:
-        """Milliseconds that one more position of one row adds to a step of `rows` rows with `positions` each, on
-        average; 0 if rows are padded, since every row then costs the same as the longest."""
+    def position_share(self, rows: int, depth: int, followed: int) -> float:
+        """The share of a round's time that one position of one row takes, by the measured grid alone: the observed
+        times are those of rounds that may have verified fewer drafts. 0 if rows are padded, since each then costs the
+        same as the longest. `ms` has the arguments; depth: at least 1."""
         if self.costs.padded or not self.costs.known:
             return 0.0
-        more = self.costs.step_ms(rows, positions + 1 / rows) - self.costs.step_ms(rows, positions)
-        return max(0.0, more) * math.exp(self._scale)
+        # Backwards from the last position: above the grid interpolation is proportional, so its slope is no position's.
+        last = self.costs.step_ms(rows, 1 + depth) - self.costs.step_ms(rows, 1 + depth - 1 / rows)
+        return max(0.0, last) / self._base(rows, depth, followed, rows)
 
     def observed(self, rows: int, depth: int, followed: int, drafted: float, ms: float) -> None:
         """Corrects the model by a round that took `ms` milliseconds; the other arguments are those of `ms`."""

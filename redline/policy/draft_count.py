@@ -56,7 +56,7 @@ def choose(learned: DraftingRows, suffix: DraftingRows, times: RoundTimes) -> in
 def least_survival(rows: int, depth: int, tokens: float, followed: int, times: RoundTimes) -> float:
     """The probability of acceptance from which on verifying one more draft of a row pays off: the time of a position
     over the time of a token, in a step of `rows` rows with `depth` drafts each that gives `tokens` tokens."""
-    return min(1.0, times.position_ms(rows, 1 + depth) * tokens / times.ms(rows, depth, followed))
+    return min(1.0, times.position_share(rows, depth, followed) * tokens) if depth else 0.0
 
 
 def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:

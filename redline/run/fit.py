@@ -17,6 +17,8 @@ from redline.kernels.cuda.step.adjust import LogitAdjustments
 from redline.kernels.cuda.step.step_rows import MOST_STEP
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
+from redline.model.block.config import BlockConfig
+from redline.model.block.serve import TOGETHER
 from redline.model.drafter import DrafterConfig
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
@@ -230,7 +232,7 @@ class MemorySizes:
         if self.drafter is None:
             return 0
         if not isinstance(self.drafter, Eagle3Config):  # whole, on every rank
-            return 6 * self.drafter_parameters
+            return (2 if self.device == "cuda" else 6) * self.drafter_parameters
         ranks = self.ranks if self.gpu_kernels else 1
         numbers = self.drafter_parameters - left_out(self.drafter, ranks)
         # On a CPU: as loaded, in float32, and as the ops use it, in bf16.
@@ -258,6 +260,12 @@ class MemorySizes:
         token = 4 * (8 * c.hidden_size + 2 * features + 2 * heads * (head + value) + wide + narrow)
         if self.drafter is not None:  # the drafter's one layer over the same tokens
             token += 4 * (8 * c.hidden_size + 2 * heads * (head + value) + 3 * self.drafter.intermediate_size)
+        parts = 0
+        if (
+            isinstance(self.drafter, BlockConfig) and self.device == "cpu"
+        ):  # contexts, and scores of the blocks with them
+            d = self.drafter
+            parts = TOGETHER * 4 * (3 * d.row_width + 2 * d.num_attention_heads * d.block_size)
         # Per token with logits: absorbed queries, partial sums, logits, and copies for sampling.
         row = 8 * heads * (c.kv_width + c.kv_lora_rank) + 4 * 4 * c.vocab_size
         scored = 2 * 4 * SCORED_ROWS * c.vocab_size
@@ -271,7 +279,7 @@ class MemorySizes:
             # Latents as rows and as panels, keys and values of one head at a time.
             context = (4 if exact else 2) * (2 * c.kv_lora_rank + head + value)
             fixed = 16 * c.vocab_size
-        whole = tokens * token + asked * row + max_model_len * context + fixed + scored
+        whole = tokens * token + asked * row + max_model_len * context + fixed + scored + parts
         return whole + self.links_bytes + LIBRARIES[self.device]
 
     def recorded_steps(self, max_model_len: int) -> RecordedSteps:
@@ -285,14 +293,18 @@ class MemorySizes:
         position = (
             4 * (8 * c.hidden_size + 2 * heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim)) + 16 * c.vocab_size
         )
-        if self.drafter is not None:  # the features that the drafter reads, and its one layer
+        passes = 0
+        if self.drafter is not None:  # the features that the drafter reads, and one layer of it
             features = len(self.drafter.layer_ids) * c.hidden_size
             position += 4 * (2 * features + 8 * c.hidden_size + 3 * self.drafter.intermediate_size)
+        if isinstance(self.drafter, BlockConfig):  # the logits of all drafts of a row, and its block
+            passes = self.drafter.num_hidden_layers
+            position += 8 * c.vocab_size + 16 * self.drafter.block_size * c.hidden_size
 
         def memory(shape: Shape) -> ShapeMemory:
             launches = LAUNCHES * c.num_hidden_layers + 64
-            if self.drafter is not None:  # one pass per draft, a first one, and one more
-                launches += LAUNCHES * (shape.positions + 1)
+            if self.drafter is not None:  # one pass per draft, a first one, and one more; or the layers of a block
+                launches += LAUNCHES * (shape.positions + 1 + passes)
             between = shape.rows * shape.positions * position
             return ShapeMemory(launches * RECORDED_LAUNCH, between + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size)
 

@@ -13,8 +13,8 @@ from redline.run.fit import Layout
 class KvPool:
     """planes   [layers, pages, 64, kv width]: the target model's latents.
     draft    [pages, 64, drafter's kv width]: at place p a chain's row that took token p with the feature of the token
-             before it. A block drafter divides each page by layers: [pages, layers, 64, width], at place p the row of
-             token p. So a page's rows depend only on the tokens up to its end.
+             before it, or a block drafter's rows of token p, layer after layer; so a page's rows depend only on the
+             tokens up to its end.
     tails    [pages, hidden]: the fused feature of each page's last token, for a chain's row at the next page's first
              place; of width 0 for a block drafter.
 

@@ -27,7 +27,6 @@ from redline.kernels.group import START_S, STEP_S, barrier
 from redline.messages.job import PAGE_TOKENS, Grammar, PageId, Sampling
 from redline.messages.media import ImageData
 from redline.messages.step import Begin, CapturedShapes, Row, Step, StepResult
-from redline.model.block.module import BlockDrafter
 from redline.model.drafter import Drafter
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import SlotDrafters
@@ -123,7 +122,6 @@ class Runner:
         self._captured: CudaGraphRunner | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
-            assert not isinstance(drafter, BlockDrafter), "block drafters are not captured yet (worker.engine refuses)"
             shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
             self._captured = CudaGraphRunner(shared, 1 + drafts)
             self._chunks = PromptChunks(shared, self._captured, self.drafting)

@@ -40,6 +40,7 @@ from redline.messages.job import Abort, Job, JobId
 from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
 from redline.model.block.config import BlockConfig
+from redline.model.block.cuda import check as check_block
 from redline.model.drafter import Drafter, is_block, open_drafter
 from redline.model.eagle3.cuda import check as check_drafter
 from redline.model.eagle3.module import Eagle3
@@ -454,21 +455,25 @@ class Engine:
 def with_drafts(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The config with the number of draft tokens of the configured block drafter, unless it has a number.
 
-    Raises ConfigError if that number is larger than a block, or if a block drafter does not run on this device or with
-    this head, and CheckpointError for a drafter that cannot be read.
+    Raises ConfigError if that number is larger than a block, or if a block drafter has no such head; CheckpointError
+    for a drafter that cannot be read, or whose sizes the GPU's kernels do not support.
     """
     drafts = config.speculation
+    if isinstance(drafts, Learned) and drafts.head_bits not in HEAD_BITS:
+        raise ConfigError(f"head_bits is {drafts.head_bits}; expected 16 or 8")
     if not isinstance(drafts, Learned) or not is_block(drafts.drafter):
         return config
     block = BlockConfig.from_folder(drafts.drafter)
     most = block.drafts
     if device.type != "cpu":
-        raise ConfigError(
-            f"engine.speculation.drafter: {drafts.drafter} is a block drafter ({block.kind}), and Redline runs those "
-            'on a CPU only so far; use an EAGLE-3 drafter or "suffix", or set engine.device = "cpu"'
+        check_block(block, str(Path(drafts.drafter) / "config.json"))
+        _log.warning(
+            "Redline's authors have not run block drafters (%s) on a GPU: watch how many drafts pass", block.kind
         )
     if drafts.head_bits != 16:
         raise ConfigError(f"engine.speculation.head_bits is {drafts.head_bits}; a block drafter supports 16")
+    if drafts.synthetic_acceptance is not None and drafts.tokens is None:
+        raise ConfigError("engine.speculation.tokens is missing: with a block drafter, synthetic_acceptance needs it")
     if drafts.tokens is not None and drafts.tokens > most:
         raise ConfigError(
             f"engine.speculation.tokens is {drafts.tokens}; a block of {drafts.drafter} has {most} draft tokens: set "
@@ -510,8 +515,6 @@ def load_model(
         _log.warning("Redline's authors have not run its kernels on a %s: see `redline doctor --self-test`", name)
     drafter = None
     if isinstance(speculation, Learned):
-        if speculation.head_bits not in HEAD_BITS:
-            raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
         drafter = open_drafter(speculation.drafter, geometry)
         if why_not(geometry, device) is None and isinstance(drafter, Eagle3):
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))

@@ -26,7 +26,7 @@ class JobRunner(Protocol):
     @property
     def fingerprint(self) -> str:
         """Identifies the target and the number format of its KV pages; jobs are created with it
-        (`chat.hashing.make_job`)."""
+        (`chat.page_hashes.make_job`)."""
         ...
 
     def seen(self, conversation: Conversation) -> Conversation:

@@ -27,7 +27,7 @@ def pool(width: int = 16, *, drafter: bool = False) -> KvPool:
     """A pool of pages with random bytes."""
     sizes = SimpleNamespace(num_hidden_layers=3, kv_width=width)
     model: Any = SimpleNamespace(config=sizes, device=torch.device("cpu"), dtype=torch.bfloat16)
-    draft: Any = SimpleNamespace(config=SimpleNamespace(kv_width=12, hidden_size=20)) if drafter else None
+    draft: Any = SimpleNamespace(config=SimpleNamespace(kv_width=12, tail_width=20)) if drafter else None
     kv = KvPool(model, Layout(PAGES, PAGES * PAGE_TOKENS, torch.bfloat16, 1), draft)
     for part in (kv.planes, kv.draft, kv.tails):
         part.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))

@@ -273,6 +273,8 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
 
     def in_short_slices(self: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
         nonlocal slices
+        if self.seconds <= runner.START_S:  # not the wait for loads: a busy machine may need all of its time
+            return meet(self, part, whole, width, seconds)
         slices += 1
         if slices == MORE_SLICES:
             gate.open("w").close()  # returns once the other rank has opened it

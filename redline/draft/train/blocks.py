@@ -149,8 +149,9 @@ def _chunk(
         if ids_K is None:
             known, own = torch.ones_like(label, dtype=torch.bool), label
         else:  # a token outside of the draft vocabulary has no cross-entropy
-            own = torch.searchsorted(ids_K, label).clamp_max(len(ids_K) - 1)
-            known = ids_K[own] == label
+            place_V = torch.full((len(head_VD),), -1, device=label.device)
+            place_V[ids_K] = torch.arange(len(ids_K), device=label.device)
+            own, known = place_V[label].clamp_min(0), place_V[label] >= 0
     log_q = drafter.draft_logits(states_RD, before).float().log_softmax(-1)
     alpha = torch.minimum(p_K, log_q.exp()).sum(-1)
     loss = -CROSS_ENTROPY * log_q.gather(-1, own[:, None])[:, 0] * known + VARIATION * 2 * (1 - alpha)

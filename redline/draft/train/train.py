@@ -30,7 +30,7 @@ from redline.errors import ConfigError
 from redline.messages.base import Record
 from redline.model.block.config import BlockConfig
 from redline.model.block.module import BlockDrafter
-from redline.model.drafter import Drafter, open_drafter
+from redline.model.drafter import Drafter, is_block, open_drafter
 from redline.model.eagle3.config import Architecture
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
@@ -163,11 +163,17 @@ def check(config: TrainConfig) -> None:
     if wanted is not None and wanted > target.vocab_size:
         raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
     blocks = config.drafter.kind != "eagle3"
+    if config.start is not None and is_block(config.start) != blocks:
+        kind = "a block drafter" if is_block(config.start) else "EAGLE-3"
+        raise ConfigError(
+            f"start is {config.start}, {kind}, and drafter.kind is {config.drafter.kind!r}; name its kind"
+        )
     for key in _OF_CHAINS if blocks else _OF_BLOCKS:
         if (value := getattr(config.drafter, key)) != getattr(DrafterSizes(), key):
             raise ConfigError(f"drafter.{key} is {value!r}; a drafter of kind {config.drafter.kind} has no such size")
-    if blocks and recipe.loss != "kl":
-        raise ConfigError(f"recipe.loss is {recipe.loss!r}; a block drafter has a loss of its own: remove the key")
+    for key in ("loss", "lk_decay", "focus", "steps_ahead", "step_decay", "compile") if blocks else ():
+        if (value := getattr(recipe, key)) != getattr(Recipe(budget=budget), key):
+            raise ConfigError(f"recipe.{key} is {value!r}; it has no effect on a block drafter: remove the key")
     if config.drafter.mask_token_id is not None and config.drafter.mask_token_id >= target.vocab_size:
         raise ConfigError(
             f"drafter.mask_token_id is {config.drafter.mask_token_id}; the target has {target.vocab_size} tokens"

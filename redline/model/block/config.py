@@ -6,6 +6,7 @@ Where engines differ: docs/drafters.md.
 """
 
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,7 +26,8 @@ ARCHITECTURES: dict[str, BlockKind] = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
 }
-BLOCK, LAYERS, MARKOV_RANK = 8, 5, 256  # of a new drafter
+BLOCK, LAYERS, MARKOV_RANK, KEY_HEADS = 8, 5, 256, 8  # of a new drafter; key heads: at most
+MOST_BLOCK, MOST_LAYERS = 64, 64  # of a file
 _LAYER_IDS, _ENTERING = "target_layer_ids", "eagle_aux_hidden_state_layer_ids"
 
 
@@ -95,6 +97,13 @@ class BlockConfig:
                 "drafter.mask_token_id is missing, and the target has no pad_token_id: give an unused token"
             )
         heads, dspark = own.get("num_attention_heads") or target.num_attention_heads, kind == "dspark"
+        groups = own.get("num_key_value_heads") or max(each for each in range(1, KEY_HEADS + 1) if heads % each == 0)
+        width = own.get("head_dim") or target.v_head_dim
+        if heads % groups or width % 2:
+            raise ConfigError(
+                f"drafter: {heads} heads of {width} values with {groups} key heads; expected key heads that divide the "
+                "heads, and an even head_dim, since rope turns pairs"
+            )
         layers = own.get("num_hidden_layers") or LAYERS
         rank = own.get("markov_rank")
         return cls(
@@ -104,8 +113,8 @@ class BlockConfig:
             intermediate_size=own.get("intermediate_size") or target.intermediate_size,
             num_hidden_layers=layers,
             num_attention_heads=heads,
-            num_key_value_heads=own.get("num_key_value_heads") or heads,
-            head_dim=own.get("head_dim") or target.v_head_dim,
+            num_key_value_heads=groups,
+            head_dim=width,
             vocab_size=target.vocab_size,
             draft_vocab_size=own.get("draft_vocab_size"),
             rms_norm_eps=target.rms_norm_eps,
@@ -136,9 +145,18 @@ class BlockConfig:
         top = Section(values, place)
         kind = _kind(top)
         table = top.section("dflash_config") if top.get("dflash_config") is not None else Section({}, place)
-        for key, supported, absent in _ONE_WAY:
-            _either(table, top, key).demand(key, supported, absent)
         hidden, layers = top.integer("hidden_size"), top.integer("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise top.refusal("num_hidden_layers", f"at most {MOST_LAYERS}")
+        windows = _windows(top, layers)
+        for key, without in _WITHOUT_EFFECT.items():
+            section = _either(table, top, key)
+            if (value := section.get(key)) is not None and (isinstance(value, bool), value) not in without:
+                raise section.refusal(key, " or ".join(json.dumps(each) for _, each in without))
+        # Without a value, sliding layers are causal and others are not.
+        causal = _either(table, top, "is_causal")
+        if causal.get("is_causal") not in (None, False) or (causal.get("is_causal") is False and any(windows)):
+            raise causal.refusal("is_causal", "null: sliding layers are causal, others are not")
         heads = top.integer("num_attention_heads")
         groups = heads if top.get("num_key_value_heads") is None else top.integer("num_key_value_heads")
         if heads % groups:
@@ -179,10 +197,10 @@ class BlockConfig:
             yarn=yarn,
             max_position_embeddings=top.integer("max_position_embeddings"),
             layer_ids=_layer_ids(top, table),
-            block_size=_either(table, top, "block_size").integer("block_size", least=1 if anchored else 2),
+            block_size=_block(_either(table, top, "block_size"), 1 if anchored else 2),
             mask_token_id=mask,
             sample_from_anchor=anchored,
-            windows=_windows(top, layers),
+            windows=windows,
             markov_rank=rank,
             confidence=confidence,
         )
@@ -213,6 +231,7 @@ class BlockConfig:
             table = {"mask_token_id": self.mask_token_id, _LAYER_IDS: ids}
             return {**values, "block_size": self.block_size, "dflash_config": table}
         values |= {"block_size": self.block_size, "mask_token_id": self.mask_token_id, _LAYER_IDS: ids}
+        values |= {"num_anchors": 512}  # read by DeepSpec's class, which trains with it
         values |= {"markov_rank": self.markov_rank, "enable_confidence_head": bool(self.confidence)}
         if self.markov_rank:
             values["markov_head_type"] = "vanilla"
@@ -274,8 +293,9 @@ class BlockConfig:
     def softmax_scale(self) -> float:
         """head_dim^-0.5 times the square of YaRN's factor, by which transformers scales cos and sin in such layers."""
         m = 1.0
-        if self.yarn is not None:
-            m = (0.1 * self.yarn.mscale * math.log(self.yarn.factor) + 1) / self.yarn.temperature
+        if self.yarn is not None:  # mscale counts only together with mscale_all_dim
+            mscale = self.yarn.mscale if self.yarn.mscale_all_dim else 1.0
+            m = (0.1 * mscale * math.log(self.yarn.factor) + 1) / self.yarn.temperature
         return self.head_dim**-0.5 * m * m
 
     def inv_freq(self) -> Tensor:
@@ -288,16 +308,15 @@ _SIZES = (
     "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
-# (key, supported value, meaning of a missing key); each is read in dflash_config, else at the top level.
-_ONE_WAY: tuple[tuple[str, Any, Any], ...] = (
-    ("hidden_act", "silu", "silu"),
-    ("attention_bias", False, False),
-    ("is_causal", None, None),
-    ("fc_layernorm", False, False),
-    ("input_embedding_scale", 1.0, 1.0),
-    ("output_multiplier", 1.0, 1.0),
-    ("final_logit_softcapping", None, None),
-)
+# Values, next to null and a missing key, without an effect; each with whether it is a bool, since 1 equals true.
+_WITHOUT_EFFECT: dict[str, tuple[tuple[bool, Any], ...]] = {
+    "hidden_act": ((False, "silu"),),
+    "attention_bias": ((True, False),),
+    "fc_layernorm": ((True, False),),
+    "input_embedding_scale": ((False, 1.0),),
+    "output_multiplier": ((False, 1.0),),
+    "final_logit_softcapping": ((False, 0.0),),
+}
 
 
 def _kind(top: Section) -> BlockKind:
@@ -331,12 +350,22 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _block(place: Section, least: int) -> int:
+    size = place.integer("block_size", least=least)
+    if size > MOST_BLOCK:
+        raise place.refusal("block_size", f"{least} to {MOST_BLOCK}")
+    return size
+
+
 def _windows(top: Section, layers: int) -> tuple[int | None, ...]:
-    kinds = top.get("layer_types")
-    if kinds is None:
-        top.demand("use_sliding_window", False, False)
-        return (None,) * layers
+    """As transformers' Qwen3Config: without `layer_types`, those from `max_window_layers` on slide, if any do."""
+    kinds, slides = top.get("layer_types"), top.flag("use_sliding_window", default=False)
     supported = "full_attention", "sliding_attention"
+    if kinds is None:
+        first = top.integer("max_window_layers", least=0) if slides and top.get("max_window_layers") is not None else 28
+        kinds = [supported[slides and layer >= first] for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in supported for kind in kinds):
         raise top.refusal("layer_types", f"{layers} times {' or '.join(supported)}")
+    if supported[1] in kinds and top.get("use_sliding_window") is False:
+        raise top.refusal("use_sliding_window", "true, since layer_types has sliding layers")
     return tuple(top.integer("sliding_window") if kind == supported[1] else None for kind in kinds)

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.model.block.config import BlockConfig
+from redline.model.block.cuda import GpuServedBlock
 from redline.model.block.serve import ServedBlock
 from redline.model.drafter_file import as_stored, read_tensors, stored_names, write_folder
 from redline.model.eagle3.module import Mlp, Norm
@@ -67,7 +69,7 @@ class BlockDrafter(nn.Module):
             self.confidence_head = ConfidenceHead(width)
         self._embedding_VD: Tensor | None = None
         self._head_VD: Tensor | None = None
-        self._served: ServedBlock | None = None
+        self._served: ServedBlock | GpuServedBlock | None = None
         self._set_random()
 
     @torch.no_grad()
@@ -207,13 +209,17 @@ class BlockDrafter(nn.Module):
     def prepare(self, model: K2, head_bits: int = 16) -> None:
         """Lays out the weights for the ops, once, on the model's device; embedding and head are shared with the model.
 
-        head_bits  16: there is no other head on a CPU, where block drafters run so far
+        head_bits  16: a block drafter's head has no other form
         """
         assert head_bits == 16, "worker.engine refuses other heads"
-        self._served = ServedBlock(self.config, self.state_dict(), model, self.token_ids())
+        if isinstance(model.head, Tiled):
+            given = self.config, self.state_dict(), model.embedding_VD, model.head, self.token_ids(), model.group
+            self._served = GpuServedBlock(*given)
+        else:
+            self._served = ServedBlock(self.config, self.state_dict(), model, self.token_ids())
 
     @property
-    def served(self) -> ServedBlock:
+    def served(self) -> ServedBlock | GpuServedBlock:
         """The weights in the ops' layouts. AssertionError before `prepare`."""
         assert self._served is not None, "prepare the drafter first"
         return self._served

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
@@ -24,8 +23,10 @@ from redline.messages.job import PAGE_TOKENS
 from redline.model.block.config import BlockConfig
 from redline.model.k2.cpu import K2
 from redline.ops.add_norm import rms_norm
-from redline.ops.gqa import heads_and_row, unfold
+from redline.ops.gqa import heads_and_row
 from redline.ops.mla import angles, stored
+
+TOGETHER = 16_384  # rows of contexts that attention reads at once, of all blocks together
 
 
 class BlockRows(NamedTuple):
@@ -107,16 +108,14 @@ class ServedBlock:
         """Stores the context rows of the target's states of these positions.
 
         rows_T  int64: page * 64 + place in the page, of each
-        plane   [pages, 64, layers x W], of which each page holds [layers, 64, W]: written
+        plane   [pages, 64, layers x W]: written
         """
         config = self.config
         context_TD = _norm(linear(features_TF.to(self._dtype), self._fc), self._hidden_norm, config.rms_norm_eps)
         cos, sin = angles(position_T, self.inv_freq)
-        flat = plane.view(-1, config.row_width)
-        page, place = rows_T // PAGE_TOKENS, rows_T % PAGE_TOKENS
         for number, layer in enumerate(self._layers):
             row_TW = self._row(layer, context_TD, cos, sin)
-            flat[(page * len(self._layers) + number) * PAGE_TOKENS + place] = stored(row_TW, plane.dtype)
+            self._plane(plane, number).flatten(0, 1)[rows_T] = stored(row_TW, plane.dtype)
 
     def states(self, blocks: BlockRows, plane: Tensor) -> Tensor:
         """One pass over all blocks -> the head's inputs [R, B, D]; plane: only read."""
@@ -124,35 +123,68 @@ class ServedBlock:
         count, size = len(blocks.anchors_R), config.block_size
         position_RB = blocks.starts_R[:, None] + torch.arange(size)
         cos, sin = angles(position_RB.flatten(), self.inv_freq)
-        pages = -(-blocks.longest // PAGE_TOKENS)
-        places = torch.arange(pages * PAGE_TOKENS)
-        all_places = torch.cat([places.expand(count, -1), position_RB], 1)
-        after_RS = places >= blocks.starts_R[:, None]  # nothing was written there, or rows that were not accepted
-        there = torch.cat([~after_RS, torch.arange(size) < blocks.counts_R[:, None].clamp_min(1)], 1)
-        distance = position_RB[:, :, None] - all_places[:, None]
-        planes = plane.view(-1, PAGE_TOKENS, config.row_width)
-        table_RP = blocks.tables_RP[:, :pages].long() * len(self._layers)
         residual = self._embedding_VD[block_ids(blocks.anchors_R, config).flatten()].to(self._dtype)
         for number, layer in enumerate(self._layers):
             normed = _norm(residual, layer.input_norm, eps)
             q = linear(normed, layer.q).unflatten(-1, (-1, config.head_dim))
             k, v = self._keys_values(layer, normed)
             q, row = heads_and_row(rms_norm(q, layer.q_norm, eps), k, v, cos, sin)
-            stored_RSW = planes[table_RP + number].flatten(1, 2).float().masked_fill(after_RS[..., None], 0.0)
-            rows_RSW = torch.cat([stored_RSW, row.unflatten(0, (count, size))], 1)
-            keys, values = unfold(rows_RSW, config.num_attention_heads, config.head_dim)
-            seen = there[:, None].expand(-1, size, -1)
-            if layer.window is not None:
-                seen = seen & (distance >= 0) & (distance < layer.window)
-            mixed = F.scaled_dot_product_attention(
-                *(each.transpose(1, 2) for each in (q.float().unflatten(0, (count, size)), keys, values)),
-                attn_mask=seen[:, None],
-                scale=config.softmax_scale,
-            )
-            added = linear(mixed.transpose(1, 2).flatten(2).flatten(0, 1).to(self._dtype).contiguous(), layer.o)
+            q, row = (each.unflatten(0, (count, size)) for each in (q, row))
+            mixed = self._attend(q, row, blocks, self._plane(plane, number), layer.window)
+            added = linear(mixed.flatten(2).flatten(0, 1).to(self._dtype), layer.o)
             residual, normed = add_norm(residual, added, layer.mlp_norm, eps)
             residual = residual + moe(normed, layer.gate_up, layer.down, None, True)
         return _norm(residual, self._norm, eps).unflatten(0, (count, size))
+
+    def _attend(self, q_RBHX: Tensor, own_RBW: Tensor, blocks: BlockRows, plane: Tensor, window: int | None) -> Tensor:
+        """Attention of the blocks to their contexts, and to their own rows -> float32 [R, B, H, X].
+
+        plane: of one layer. The contexts are read in parts of at most TOGETHER rows, so that a long one takes no more
+        memory; `fit` counts a part.
+        """
+        groups, width = self.config.num_key_value_heads, self.config.head_dim
+        count, size, heads = q_RBHX.shape[:3]
+        # The heads of a group, at all positions, are the rows of one product: [R, G, M, X].
+        q = (q_RBHX.float() * self.config.softmax_scale).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        position_RB = blocks.starts_R[:, None] + torch.arange(size)
+        used_RB = torch.arange(size) < blocks.counts_R[:, None].clamp_min(1)
+        most = torch.full((count, groups, q.shape[2]), -torch.inf)
+        mass, mixed = torch.zeros_like(most), torch.zeros_like(q)
+
+        def add(rows_RSW: Tensor, place_RS: Tensor, there_RS: Tensor) -> None:
+            """Adds rows to the running softmax."""
+            nonlocal most, mass, mixed
+            keys, values = rows_RSW.unflatten(-1, (2, groups, width)).permute(2, 0, 3, 1, 4)
+            seen = there_RS[:, None].expand(-1, size, -1)
+            if window is not None:
+                distance = position_RB[:, :, None] - place_RS[:, None]
+                seen = seen & (distance >= 0) & (distance < window)
+            scores = q @ keys.mT
+            # A query's heads come first in a row of the product, its positions last.
+            scores = scores.unflatten(2, (heads // groups, size)).masked_fill(~seen[:, None, None], -torch.inf)
+            scores = scores.flatten(2, 3)
+            higher = torch.maximum(most, scores.amax(-1))
+            safe = higher.masked_fill(higher == -torch.inf, 0.0)
+            weights, fade = (scores - safe[..., None]).exp(), (most - safe).exp()
+            most, mass = higher, mass * fade + weights.sum(-1)
+            mixed = mixed * fade[..., None] + weights @ values
+
+        pages = max(1, TOGETHER // (PAGE_TOKENS * count))
+        for first in range(0, -(-blocks.longest // PAGE_TOKENS), pages):
+            table_RP = blocks.tables_RP[:, first : first + pages].long()
+            place_S = torch.arange(first * PAGE_TOKENS, (first + table_RP.shape[1]) * PAGE_TOKENS)
+            there_RS = place_S < blocks.starts_R[:, None]
+            # After the context nothing was written, or rows of tokens that were not accepted: not even numbers, maybe.
+            rows_RSW = plane[table_RP].flatten(1, 2).float().masked_fill(~there_RS[..., None], 0.0)
+            add(rows_RSW, place_S.expand(count, -1), there_RS)
+        add(own_RBW, position_RB, used_RB)
+        mixed = (mixed / mass[..., None]).unflatten(2, (heads // groups, size))
+        return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def _plane(self, plane: Tensor, layer: int) -> Tensor:
+        """A layer's part of every row, [pages, 64, W]."""
+        width = self.config.row_width
+        return plane[..., layer * width : (layer + 1) * width]
 
     def logits(self, normed_RD: Tensor) -> Tensor:
         """The head's inputs -> float32 [R, draft vocabulary], without DSpark's bias."""

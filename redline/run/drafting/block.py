@@ -16,7 +16,7 @@ from torch import Tensor
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Row
 from redline.model.block.module import BlockDrafter
-from redline.model.block.serve import BlockRows
+from redline.model.block.serve import BlockRows, ServedBlock
 from redline.ops.staged import staged
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
@@ -58,12 +58,15 @@ class BlockDrafting:
         served, of = self._served, [self._slots.at[row.slot] for row, _ in rows]
         config, slot_R = served.config, self._sent([row.slot for row, _ in rows])
         start_R = self._sent([slot.length - 1 for slot in of])
-        before_R, size_R = self._slots.tokens[slot_R, start_R], torch.full_like(start_R, config.block_size)
-        longest = max(slot.length for slot in of)
-        blocks = BlockRows(before_R, start_R, size_R, self._slots.tables[slot_R], longest)
+        before_R = self._slots.tokens[slot_R, start_R]
+        # A GPU stores a block's rows, for which only the drafts' places have pages.
+        whole, anchor = isinstance(served, ServedBlock), int(not config.sample_from_anchor)
+        sizes = [config.block_size if whole else min(config.block_size, wanted + anchor) for _, wanted in rows]
+        given = before_R, start_R, self._sent(sizes), self._slots.tables[slot_R]
+        blocks = BlockRows(*given, max(slot.length for slot in of), self._kv.pages)
         normed_RBD = served.states(blocks, self._kv.draft)
-        first, count = int(not config.sample_from_anchor), min(config.drafts, max(wanted for _, wanted in rows))
-        normed_RnD = normed_RBD[:, first : first + count]
+        count = min(config.drafts, max(wanted for _, wanted in rows))
+        normed_RnD = normed_RBD[:, anchor : anchor + count]
         logits_RnV = served.logits(normed_RnD.flatten(0, 1)).unflatten(0, normed_RnD.shape[:2])
         certain = [self._certain or slot.sampling.seeded or is_greedy(slot.sampling) for slot in of]
         drafted: list[list[int]] = [[] for _ in rows]
@@ -74,6 +77,7 @@ class BlockDrafting:
         for done in range(count):
             logits_RV = served.biased(logits_RnV[:, done], before_R)
             if bounded:
+                assert isinstance(served, ServedBlock), "a GPU's rows are padded, so drafts have no bound"
                 probable = served.acceptance(normed_RnD[:, done], logits_RV, before_R)
                 for i, (row, _) in enumerate(rows):
                     accepted[i] *= probable[i]
@@ -84,6 +88,7 @@ class BlockDrafting:
             tokens = served.likeliest(logits_RV).tolist()
             for i, slot in enumerate(of):
                 if not certain[i]:
+                    assert isinstance(served, ServedBlock), "drafts of captured steps are certain"
                     tokens[i], q = draft_token(served.whole(logits_RV[i]), slot.sampling, slot.length, done)
                     assert q is not None, "a row that samples draws its drafts from a distribution"
                     drawn[i].append(q)

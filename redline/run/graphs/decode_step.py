@@ -41,9 +41,12 @@ from redline.kernels.cuda.step.suffix_match import suffix_match
 from redline.kernels.cuda.step.verify_drafts import shares_of, verify_drafts
 from redline.kernels.inputs import Inputs
 from redline.messages.step import Shape
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.ops.sample import ODDS
+from redline.run.graphs.block_round import round_rows
 from redline.run.kv import KvPool
 from redline.run.sampling.on_device import TOP_LOGPROBS, sample_rows, score_rows
 from redline.run.slots import Slots
@@ -79,7 +82,7 @@ class SharedState:
         model: K2,
         slots: Slots,
         kv: KvPool,
-        drafter: Eagle3 | None = None,
+        drafter: Drafter | None = None,
         *,
         suffix: bool = False,
         rates: Sequence[float] = (),
@@ -124,6 +127,10 @@ class SharedState:
                 lengths_B=torch.zeros(MOST_ROWS, dtype=torch.int32, device=model.device),
             )
             self.fed = torch.zeros(MOST_ROWS, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        if isinstance(drafter, BlockDrafter):
+            states = MOST_ROWS, drafter.config.drafts, model.config.hidden_size
+            self.block_states = torch.zeros(*states, dtype=model.dtype, device=model.device)
+            self.block_draft = zeros(1)  # the draft that the next `draft_on` makes
         self.frequencies = model.config.inv_freq().to(model.device)
         counters(model.device)  # allocated before graphs are captured
         self.nobody = count - 1
@@ -231,14 +238,54 @@ class DecodeStep:
 
     def draft_all(self) -> None:
         """Drafts the number of tokens per row that a step of this shape verifies, at least one."""
+        drafter = self._shared.drafter
+        if isinstance(drafter, BlockDrafter):
+            self._draft_block(drafter)
+            return
         self.draft()
         for _ in range(2, self.shape.positions):
             self.draft_on()
+
+    def _draft_block(self, drafter: BlockDrafter) -> None:
+        """All drafts from one pass; the head runs once over all of them."""
+        served, states_BnD = drafter.served, self._read_block(drafter)
+        states_BnD = states_BnD[:, : max(1, self.shape.positions - 1)]
+        logits_BnV = served.logits(states_BnD.flatten(0, 1)).unflatten(0, states_BnD.shape[:2])
+        for draft in range(states_BnD.shape[1]):
+            self._keep_token(served.likeliest(served.biased(logits_BnV[:, draft], self._following.ids_B)))
+
+    def _read_block(self, drafter: BlockDrafter) -> Tensor:
+        """Stores the context rows of the accepted tokens, and runs the pass -> the states of the drafts [B, n, D]."""
+        shared, features = self._shared, self._features
+        assert features is not None, "the drafter needs the hidden states of forward"
+        rows = round_rows(
+            *(drafter.config, self._plan_BC, shared.standing, shared.results),
+            *(self.shape.positions, self.shape.longest, shared.spare_page),
+        )
+        drafter.served.read(features, rows.position_T, rows.rows_T, shared.kv.draft)
+        self._following.lengths_B.copy_(rows.lengths_B)
+        self._following.ids_B.copy_(rows.blocks.anchors_R)  # the token before the first draft
+        first = int(not drafter.config.sample_from_anchor)
+        states_BSD = drafter.served.states(rows.blocks, shared.kv.draft)
+        return states_BSD[:, first : first + drafter.config.drafts]
+
+    def _draft_of_block(self, drafter: BlockDrafter) -> None:
+        """One draft of the block that `draft` has computed: the next one, by a counter on the device."""
+        shared, served, rows = self._shared, drafter.served, self.shape.rows
+        states_BD = shared.block_states[:rows].index_select(1, shared.block_draft)[:, 0]
+        logits_BV = served.biased(served.logits(states_BD), self._following.ids_B)
+        shared.block_draft.add_(1).clamp_(max=drafter.config.drafts - 1)
+        self._keep_token(served.likeliest(logits_BV))
 
     def draft(self) -> None:
         """The drafter reads the accepted tokens, and makes the first draft after each row."""
         shared, drafter, features = self._shared, self._shared.drafter, self._features
         assert drafter is not None
+        if isinstance(drafter, BlockDrafter):
+            shared.block_states[: self.shape.rows] = self._read_block(drafter)
+            shared.block_draft.zero_()
+            self._draft_of_block(drafter)
+            return
         assert features is not None, "the drafter needs the hidden states of forward"
         read = read_rows(
             *(self._plan_BC, shared.standing, shared.results),
@@ -253,12 +300,15 @@ class DecodeStep:
             tables=shared.slots.tables,
             longest=self.shape.longest,
         )
-        self._keep(*drafter.forward(inputs, feature_TD, shared.kv.draft))
+        self._keep(drafter, *drafter.forward(inputs, feature_TD, shared.kv.draft))
 
     def draft_on(self) -> None:
         """One more draft for each row that wants one, from the draft before it."""
         shared, drafter, following = self._shared, self._shared.drafter, self._following
         assert drafter is not None
+        if isinstance(drafter, BlockDrafter):
+            self._draft_of_block(drafter)
+            return
         assert self._slots_B is not None, "draft must come before draft_on"
         inputs = Inputs(
             *(following.ids_B, following.cos_B, following.sin_B, following.rows_B, ()),
@@ -266,7 +316,7 @@ class DecodeStep:
             tables=shared.slots.tables,
             longest=self.shape.longest,
         )
-        self._keep(*drafter.forward(inputs, shared.fed[: self.shape.rows], shared.kv.draft))
+        self._keep(drafter, *drafter.forward(inputs, shared.fed[: self.shape.rows], shared.kv.draft))
 
     @property
     def _following(self) -> NextRows:
@@ -274,11 +324,14 @@ class DecodeStep:
         n, rows = self._shared.next, self.shape.rows
         return NextRows(n.ids_B[:rows], n.cos_B[:rows], n.sin_B[:rows], n.rows_B[:rows], n.lengths_B[:rows])
 
-    def _keep(self, normed_BD: Tensor, fed_BD: Tensor) -> None:
+    def _keep(self, drafter: Eagle3, normed_BD: Tensor, fed_BD: Tensor) -> None:
+        token_B = drafter.likeliest(normed_BD)
+        self._shared.fed[: self.shape.rows] = fed_BD
+        self._keep_token(token_B)
+
+    def _keep_token(self, token_B: Tensor) -> None:
         shared, drafter = self._shared, self._shared.drafter
         assert drafter is not None
-        token_B = drafter.likeliest(normed_BD)
-        shared.fed[: self.shape.rows] = fed_BD
         keep_drafts(
             *(token_B, self._plan_BC, shared.standing, shared.results),
             *(self._following, drafter.served.inv_freq, shared.spare_page),

@@ -1,6 +1,7 @@
 """Block drafters in the engine: which positions their tokens are for, sampled and broken drafts, and the config."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows, ServedBlock
 from redline.policy.costs import RoundTimes, StepCosts
 from redline.policy.draft_count import least_survival
+from redline.run.runner import Runner
 from redline.scheduler.active import ActiveJob
 from redline.scheduler.speculation import Speculation
 from redline.worker.config import EngineConfig, Learned
@@ -32,6 +34,14 @@ def config_of(kind: BlockKind, block_size: int = 5, **sizes: Any) -> BlockConfig
     return BlockConfig.for_target(TARGET, kind=kind, block_size=block_size, **given)
 
 
+@pytest.fixture(params=[False, True], ids=["eager", "captured"])
+def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether decode steps are captured, as on a GPU."""
+    if request.param:
+        monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
+    return request.param
+
+
 def answered(drafter: BlockDrafter, *jobs: Any, **config: Any) -> dict[str, Answer]:
     tokens = drafter.config.drafts
     speculation = msgspec.structs.replace(BLOCK, tokens=tokens)
@@ -43,7 +53,9 @@ def answered(drafter: BlockDrafter, *jobs: Any, **config: Any) -> dict[str, Answ
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_the_drafts_are_for_the_positions_after_the_anchor(kind: BlockKind, monkeypatch: pytest.MonkeyPatch):
+def test_the_drafts_are_for_the_positions_after_the_anchor(
+    kind: BlockKind, captured: bool, monkeypatch: pytest.MonkeyPatch
+):
     """A drafter that knows the answer, by position: all its drafts are accepted.
 
     DFlash's position k gives the k-th token after the anchor, DSpark's the one after that; so a block of five has four
@@ -58,8 +70,9 @@ def test_the_drafts_are_for_the_positions_after_the_anchor(kind: BlockKind, monk
     def states(self: ServedBlock, blocks: BlockRows, plane: Tensor) -> Tensor:
         found = torch.zeros(len(blocks.anchors_R), 5, TARGET.hidden_size)
         for row, (anchor, length) in enumerate(zip(blocks.anchors_R.tolist(), blocks.starts_R.tolist(), strict=True)):
-            (text,) = (text for text in texts if text[length] == anchor)
-            found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
+            for text in texts:  # rows that pad a captured step are of no text
+                if length and text[length] == anchor:
+                    found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
         return found
 
     def logits(self: ServedBlock, normed: Tensor) -> Tensor:
@@ -74,7 +87,7 @@ def test_the_drafts_are_for_the_positions_after_the_anchor(kind: BlockKind, monk
         assert (answer.proposed, answer.accepted) == (40 - math.ceil(40 / (5 + later)),) * 2
 
 
-def test_the_bias_by_the_token_before_follows_the_drafted_tokens():
+def test_the_bias_by_the_token_before_follows_the_drafted_tokens(captured: bool):
     """A bias that knows the pairs of neighbours in the answer, and nothing else: whole blocks are accepted."""
     asked = job("asked", prompt(seed=4, length=30), max_tokens=60)
     whole = run_alone(tiny_model(), asked)
@@ -98,7 +111,9 @@ def test_the_bias_by_the_token_before_follows_the_drafted_tokens():
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer(broken: float, sampling: dict[str, Any]):
+def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer(
+    broken: float, sampling: dict[str, Any], captured: bool
+):
     drafter = BlockDrafter(config_of("dspark", draft_vocab_size=96))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -135,6 +150,47 @@ def test_drafts_of_a_reduced_vocabulary_are_tokens_of_it():
     assert seen <= set(range(100, 196))
 
 
+def test_captured_rounds_draft_what_eager_ones_do(monkeypatch: pytest.MonkeyPatch):
+    """Blocks that a captured step cuts to the wanted drafts are whole, if all drafts are wanted."""
+    drafter = BlockDrafter(config_of("dspark"))
+    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
+    drafter.prepare(tiny_model())
+    proposed: list[list[tuple[int, ...]]] = []
+    for is_captured in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=is_captured))
+            engine = open_engine(tiny_model(), drafter=drafter, speculation=msgspec.structs.replace(BLOCK, tokens=5))
+            engine.runner.kv.draft.fill_(torch.nan)
+        seen: list[tuple[int, ...]] = []
+        launch = engine.runner.launch
+
+        def watched(step: Any, seen: Any = seen, engine: Any = engine, launch: Any = launch) -> Any:
+            pending = launch(step)
+            wait = pending.wait
+
+            def waited() -> Any:
+                result = wait()
+                captured_drafts = engine.runner._captured
+                if captured_drafts is not None:
+                    captured_drafts.catch_up()
+                slot = engine.runner.slots.at[0]
+                if slot.length < 90:
+                    seen.append((slot.length, *slot.proposal.tokens))
+                return result
+
+            pending.wait = waited
+            return pending
+
+        engine.runner.launch = watched  # type: ignore[method-assign]
+        try:
+            run(engine, [job("asked", prompt(seed=3, length=50), max_tokens=60)])
+        finally:
+            engine.runner.close()
+        proposed.append([each for each in seen if len(each) == 6])
+    assert len(proposed[0]) > 10
+    assert set(proposed[0]) <= set(proposed[1])
+
+
 def test_blocks_over_fp8_pages():
     drafter = BlockDrafter(config_of("dspark"))
     drafter.prepare(tiny_model())
@@ -163,7 +219,6 @@ def test_without_a_number_a_whole_block_is_drafted(tmp_path: Path):
     [
         ("cpu", {"tokens": 8}, r"tokens is 8; a block of .* has 7 draft tokens: set it to 7 or less, or remove it"),
         ("cpu", {"head_bits": 8}, "head_bits is 8; a block drafter supports 16"),
-        ("cuda", {}, r"is a block drafter \(dflash\), and Redline runs those on a CPU only so far"),
     ],
 )
 def test_what_a_block_drafter_cannot_do_is_refused(device: str, options: Any, message: str, tmp_path: Path):

@@ -53,6 +53,7 @@ from redline.worker.engine import Engine, EngineCore, sizes_of
 from tests.emulator.emulator import emulation
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
+    BLOCK,
     BOTH,
     LEARNED,
     SUFFIX,
@@ -416,7 +417,7 @@ def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: O
             assert answers[asked.id]._replace(cached_tokens=0) == alone(asked), asked.id
 
 
-@pytest.mark.parametrize("speculation", [SUFFIX, BOTH, LEARNED], ids=["suffix", "both", "drafter"])
+@pytest.mark.parametrize("speculation", [SUFFIX, BOTH, LEARNED, BLOCK], ids=["suffix", "both", "drafter", "block"])
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 def test_drafts_change_nothing(captured: Open, speculation: DraftConfig, drafts: int):
     kinds = [{}, {}, {"temperature": 0.01, "seeded": True, "seed": 3, "top_p": 0.9}]

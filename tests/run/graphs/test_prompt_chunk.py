@@ -23,6 +23,7 @@ from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
+    BLOCK,
     BOTH,
     LEARNED,
     SUFFIX,
@@ -80,7 +81,9 @@ def waves_of(count: int, most: int = 40) -> list[list[Job]]:
     ]
 
 
-@pytest.mark.parametrize("speculation", [None, SUFFIX, BOTH, LEARNED], ids=["plain", "suffix", "both", "drafter"])
+@pytest.mark.parametrize(
+    "speculation", [None, SUFFIX, BOTH, LEARNED, BLOCK], ids=["plain", "suffix", "both", "drafter", "block"]
+)
 def test_no_row_leaves_the_recorded_steps_because_prompts_arrive(captured: Open, speculation: DraftConfig | None):
     """Prompts in chunks, uncached and with a cached prefix."""
     waves = waves_of(6)

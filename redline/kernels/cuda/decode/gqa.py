@@ -32,7 +32,7 @@ class KeepRowsArgs(NamedTuple):
     cos: Tensor  # float32 [T, X / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, X / 2]
     rows_T: Tensor  # int64 [T]: page * 64 + place
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X], written; each page is contiguous, pages may be strided
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X], written; pages and rows may be strided
     key_heads: int  # G
 
 
@@ -53,7 +53,7 @@ def _keep_triton(args: KeepRowsArgs) -> None:
 
 def _keep_fits(args: KeepRowsArgs) -> bool:
     """Whether rows are contiguous and `attend_grouped` supports the pages' dtype."""
-    return args.kv_TR.is_contiguous() and args.plane.dtype in _PAGES and args.plane[0].is_contiguous()
+    return args.kv_TR.is_contiguous() and args.plane.dtype in _PAGES and args.plane.stride(2) == 1
 
 
 def _keep_cost(args: KeepRowsArgs) -> Cost:
@@ -62,19 +62,20 @@ def _keep_cost(args: KeepRowsArgs) -> Cost:
 
 
 def _keep_cases() -> Iterator[Case]:
-    def make(tokens: int, key_heads: int, x: int, dtype: torch.dtype = torch.bfloat16):
+    def make(tokens: int, key_heads: int, x: int, dtype: torch.dtype = torch.bfloat16, layers: int = 1):
         def inputs(g: torch.Generator) -> KeepRowsArgs:
             kv = torch.randn(tokens, 2 * key_heads * x, generator=g) * 2
             angle = torch.rand(tokens, x // 2, generator=g) * 6
             rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
-            plane = torch.zeros(3, PAGE_TOKENS, 2 * key_heads * x).to(dtype)
-            return KeepRowsArgs(kv, angle.cos(), angle.sin(), rows, plane, key_heads)
+            plane = torch.zeros(3, PAGE_TOKENS, layers * 2 * key_heads * x).to(dtype)
+            return KeepRowsArgs(kv, angle.cos(), angle.sin(), rows, plane[..., -kv.shape[1] :], key_heads)
 
         return inputs
 
     yield Case("T=1 nano", make(1, 4, 64))
     yield Case("T=9 odd width", make(9, 2, 24))
     yield Case("T=4 fp8 pages", make(4, 2, 32, torch.float8_e4m3fn))
+    yield Case("T=3, the last of three layers' rows", make(3, 2, 32, layers=3))
     for tokens in (1, 64):
         yield Case(f"T={tokens} Kimi", make(tokens, 64, 128), small=False)
 
@@ -97,7 +98,7 @@ class AttendGroupedArgs(NamedTuple):
     slots_Q: Tensor  # int32 [Q]: its row of tables
     lengths_Q: Tensor  # int32 [Q]: rows of its context, of which its own is the last
     tables: Tensor  # int32 [slots, pages per slot]
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; each page is contiguous, pages may be strided
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; pages and rows may be strided
     key_heads: int  # number of key heads that these heads read: all G, or those of a rank
     scale: float  # factor of the scores before the softmax
     max_length: int  # an upper bound of lengths_Q, from which the grid is derived, independent of the actual lengths
@@ -138,7 +139,7 @@ def _attend_fits(args: AttendGroupedArgs) -> bool:
     return (
         args.q_QHX.is_contiguous()
         and args.plane.dtype in _PAGES
-        and args.plane[0].is_contiguous()
+        and args.plane.stride(2) == 1
         and heads <= MOST_GROUP * args.key_heads
         and x <= MOST_WIDTH
     )

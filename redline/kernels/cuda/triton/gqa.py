@@ -17,8 +17,8 @@ from redline.messages.job import PAGE_TOKENS
 
 
 @triton.jit
-def _keep_rows(kv, cos, sin, rows, plane, page_stride, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, X: tl.constexpr,
-               HALF: tl.constexpr):  # fmt: skip
+def _keep_rows(kv, cos, sin, rows, plane, page_stride, row_stride, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr,
+               X: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """A program stores one head of one token: keys are rotated, values are not."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, HALF)
@@ -33,7 +33,7 @@ def _keep_rows(kv, cos, sin, rows, plane, page_stride, PAGE: tl.constexpr, KEY_H
         b = a * s + b * c
         a = turned
     row = tl.load(rows + token)
-    place = plane + row // PAGE * page_stride + row % PAGE * (2 * KEY_HEADS * X) + head * X + i
+    place = plane + row // PAGE * page_stride + row % PAGE * row_stride + head * X + i
     tl.store(place, as_stored(a, plane), mask=inside)
     tl.store(place + X // 2, as_stored(b, plane), mask=inside)
 
@@ -43,14 +43,14 @@ def keep_rows(kv_TR: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Te
     x = kv_TR.shape[1] // (2 * key_heads)
     sizes = {"KEY_HEADS": key_heads, "X": x, "HALF": triton.next_power_of_2(x // 2)}
     _keep_rows[(kv_TR.shape[0], 2 * key_heads)](
-        kv_TR, cos, sin, rows_T, plane, plane.stride(0), PAGE=PAGE_TOKENS, **sizes, num_warps=1
+        kv_TR, cos, sin, rows_T, plane, *plane.stride()[:2], PAGE=PAGE_TOKENS, **sizes, num_warps=1
     )
 
 
 @triton.jit(do_not_specialize=["skip", "splits", "first_key"])
-def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_width, page_stride, scale, skip, splits,
-            first_key, PAGE: tl.constexpr, ROW_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
-            ROWS: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):  # fmt: skip
+def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_width, page_stride, row_stride, scale,
+            skip, splits, first_key, PAGE: tl.constexpr, ROW_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
+            GROUP: tl.constexpr, ROWS: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):  # fmt: skip
     """A row has ROW_HEADS key heads, of which these heads read KEY_HEADS, beginning with `first_key`."""
     query, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     token = tl.load(tokens + query).to(tl.int64)
@@ -78,7 +78,7 @@ def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_
     for page in range(first, end):
         place = page * PAGE + r
         real = (place >= skip) & (place < length)
-        row = plane + tl.load(table + page).to(tl.int64) * page_stride + r * (2 * ROW_HEADS * X)
+        row = plane + tl.load(table + page).to(tl.int64) * page_stride + r * row_stride
         row += (first_key + key_head) * X
         k_XP = tl.load(row[None, :] + x[:, None], mask=real[None, :] & (x < X)[:, None], other=0.0)
         v_at = row[:, None] + ROW_HEADS * X + x[None, :]
@@ -139,7 +139,7 @@ def attend(
     group, block_x = heads // key_heads, max(16, triton.next_power_of_2(x))
     _attend[(queries, key_heads, splits)](
         *(q_QHX, cos, sin, tokens_Q, slots_Q, lengths_Q, tables, plane, out, lse),
-        *(tables.shape[1], plane.stride(0), scale, skip, splits, first),
+        *(tables.shape[1], *plane.stride()[:2], scale, skip, splits, first),
         PAGE=PAGE_TOKENS,
         ROW_HEADS=plane.shape[-1] // (2 * x),
         KEY_HEADS=key_heads,
