@@ -197,11 +197,11 @@ def drafted(engine: EngineCore) -> bool:
 POISON = 7.0  # contents of unwritten drafter rows
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, *, recorded: bool, **below: Any) -> EngineCore:
+def opened(monkeypatch: pytest.MonkeyPatch, *, recorded: bool, kind: str = "chain", **below: Any) -> EngineCore:
     """An engine with a drafter that is often right; its steps are captured as CUDA graphs like a GPU's, or eager."""
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
     model, drafters = few_words()
-    engine = open_engine(model, speculation=LEARNED, drafter=drafters["chain"], step_tokens=100, **below)
+    engine = open_engine(model, speculation=LEARNED, drafter=drafters[kind], step_tokens=100, **below)
     engine.runner.kv.draft.fill_(POISON)
     engine.runner.kv.tails.fill_(POISON)
     return engine
@@ -234,8 +234,9 @@ def unwritten(engine: EngineCore) -> list[tuple[int, int]]:
     return [(page, place) for page, place in missing if page not in first or place]
 
 
+@pytest.mark.parametrize("kind", ["chain", "block"])
 @pytest.mark.parametrize("recorded", [False, True], ids=["led", "recorded"])
-def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all positions of the prompt's end within its page. So answers that hit its pages accept the same number of
     drafts as elsewhere.
     """
@@ -243,8 +244,8 @@ def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, monkeypatch:
         job(f"{length}", few(length, length), max_tokens=70, logprobs=None)
         for length in (100, 127, 128, 129, 191, 192, 193, 256, 320)
     ]
-    both = Pair(*(opened(monkeypatch, recorded=recorded) for _ in range(2)))
-    alone = opened(monkeypatch, recorded=recorded)
+    both = Pair(*(opened(monkeypatch, recorded=recorded, kind=kind) for _ in range(2)))
+    alone = opened(monkeypatch, recorded=recorded, kind=kind)
     try:
         both.run(asked)
         expected = run(alone, asked)

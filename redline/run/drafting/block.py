@@ -40,6 +40,8 @@ class BlockDrafting:
         wanted: Sequence[int],
         features_TF: Tensor,
     ) -> None:
+        for span in spans:
+            self._slots.at[span.slot].behind = False  # no row waits for a next page
         slots = [span.slot for span, count in zip(spans, counts, strict=True) for _ in range(count)]
         positions = [span.start + i for span, count in zip(spans, counts, strict=True) for i in range(count)]
         sources = [first + i for first, count in zip(firsts, counts, strict=True) for i in range(count)]

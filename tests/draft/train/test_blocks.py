@@ -1,5 +1,6 @@
 """Training of block drafters: the loss against a block at a time, in plain words; learning; the exported folder."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_a_stopped_training_resumes_bit_for_bit(target: Path, tmp_path: Path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_drafter_to_start_from_is_of_the_named_kind(target: Path, tmp_path: Path):
+    drafter_and_head(target, "dspark")[0].save(tmp_path / "start")
+    config = msgspec.structs.replace(config_of(target, tmp_path / "out", 1), start=str(tmp_path / "start"))
+    with pytest.raises(ConfigError, match=r"a block drafter, and drafter\.kind is 'eagle3'; name its kind"):
+        check(config)
+
+
+def test_draft_ids_may_have_any_order(target: Path):
+    """A file's d2t need not be sorted."""
+    drafter, head = drafter_and_head(target, "dspark, reduced")
+    order = torch.randperm(40)
+    other = copy.deepcopy(drafter)
+    ids = drafter.token_ids()
+    assert ids is not None
+    with torch.no_grad():
+        other.d2t.copy_(ids[order] - torch.arange(40))
+        other.lm_head.weight.copy_(drafter.lm_head.weight[order])
+        other.markov_head.markov_w2.weight.copy_(drafter.markov_head.markov_w2.weight[order])
+        losses = [block_loss(each, batch_of(head, 30), head, 100, 4.0, learning=False)[0] for each in (drafter, other)]
+    torch.testing.assert_close(*losses)
+
+
 @pytest.mark.parametrize(
     ("sizes", "recipe", "message"),
     [
@@ -179,13 +202,14 @@ def test_a_stopped_training_resumes_bit_for_bit(target: Path, tmp_path: Path):
             "drafter.q_lora_rank is 4; a drafter of kind dspark has no such size",
         ),
         ({"markov_rank": 4}, {}, "drafter.markov_rank is 4; a drafter of kind eagle3 has no such size"),
-        ({"kind": "dflash"}, {"loss": "lk"}, "recipe.loss is 'lk'; a block drafter has a loss of its own"),
+        ({"kind": "dflash"}, {"loss": "lk"}, "recipe.loss is 'lk'; it has no effect on a block drafter"),
         ({"kind": "dflash", "block_size": 1}, {}, "drafter.block_size is 1; a block of DFlash needs at least 2"),
         ({"kind": "dspark", "mask_token_id": VOCABULARY}, {}, "drafter.mask_token_id is 64; the target has 64 tokens"),
+        ({"kind": "dspark"}, {"steps_ahead": 2}, "recipe.steps_ahead is 2; it has no effect on a block drafter"),
         ({"kind": "dspark"}, {"anchors": 0}, "recipe.anchors is 0; expected more than 0"),
     ],
 )
 def test_what_does_not_fit_is_named(sizes: dict[str, Any], recipe: dict[str, Any], message: str, target: Path):
-    config = config_of(target, target / "out", 1, **recipe)
+    config = config_of(target, target / "out", 1, **{"steps_ahead": 7, **recipe})
     with pytest.raises(ConfigError, match=message):
         check(msgspec.structs.replace(config, drafter=DrafterSizes(**sizes)))

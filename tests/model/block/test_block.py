@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.errors import CheckpointError
+from redline.errors import CheckpointError, ConfigError
 from redline.messages.job import PAGE_TOKENS
+from redline.model.block import serve
 from redline.model.block.config import BlockConfig
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows
@@ -243,6 +245,53 @@ def test_the_public_config_of_kimi_k25s_drafter_is_read(tmp_path: Path):
     assert (config.kind, config.drafts, config.markov_rank, config.confidence) == ("dspark", 8, 256, "hidden and token")
 
 
+def test_keys_without_an_effect_are_read():
+    values = CONFIGS["dspark"].to_dict()
+    without = {"is_causal": False, "final_logit_softcapping": 0.0, "hidden_act": None, "attention_bias": None}
+    without |= {"fc_layernorm": None, "output_multiplier": 1, "input_embedding_scale": None, "use_sliding_window": None}
+    assert BlockConfig.from_dict(values | without) == BlockConfig.from_dict(values)
+    slides = {"layer_types": None, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    assert BlockConfig.from_dict(values | slides).windows == (None, 9, 9)
+
+
+def test_yarns_mscale_counts_only_together_with_mscale_all_dim():
+    """As in transformers: Kimi's factor of 64 with both gives 1, with mscale alone 0.1 ln 64 + 1."""
+    plain = CONFIGS["dflash"]
+    for mscale, of_all, wanted in ((1.0, 1.0, 1.0), (0.5, 0.0, 0.1 * math.log(64) + 1)):
+        config = replace(plain, yarn=Yarn(64.0, 32.0, 1.0, mscale, of_all, 4096))
+        assert config.softmax_scale == pytest.approx(config.head_dim**-0.5 * wanted**2)
+
+
+def test_sizes_of_a_new_drafter():
+    assert (
+        BlockConfig.for_target(
+            replace(TARGET, num_attention_heads=64), layer_ids=IDS, mask_token_id=1
+        ).num_key_value_heads
+        == 8
+    )
+    assert (
+        BlockConfig.for_target(
+            replace(TARGET, num_attention_heads=6), layer_ids=IDS, mask_token_id=1
+        ).num_key_value_heads
+        == 6
+    )
+    for sizes in ({"num_attention_heads": 6, "num_key_value_heads": 4}, {"head_dim": 15}):
+        with pytest.raises(ConfigError, match="expected key heads that divide the heads, and an even head_dim"):
+            BlockConfig.for_target(TARGET, layer_ids=IDS, mask_token_id=1, **sizes)
+
+
+def test_long_contexts_are_read_in_parts(config: BlockConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two slots of three and one page, a page of both at a time."""
+    served = opened(config, tmp_path)
+    served.prepare(tiny_model())
+    plane = torch.randn(8, PAGE_TOKENS, config.kv_width)
+    tables = torch.tensor([[5, 0, 3], [2, 7, 7]], dtype=torch.int32)
+    asked = BlockRows(torch.tensor([1, 2]), torch.tensor([150, 20]), torch.tensor([5, 5]), tables, 150)
+    whole = served.served.states(asked, plane)
+    monkeypatch.setattr(serve, "TOGETHER", 2 * PAGE_TOKENS)
+    torch.testing.assert_close(served.served.states(asked, plane), whole, rtol=2e-2, atol=2e-2)
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no block size": ({"block_size": ...}, "block_size is missing"),
     "no mask token": ({"mask_token_id": ...}, "mask_token_id is missing"),
@@ -258,8 +307,19 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
     "a scaled embedding": ({"input_embedding_scale": 2.0}, "input_embedding_scale"),
     "a window without a size": (
-        {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "use_sliding_window": True},
         "sliding_window is None",
+    ),
+    "windows that are switched off": (
+        {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 8},
+        "use_sliding_window is False; supported: true, since layer_types has sliding layers",
+    ),
+    "causal layers": ({"is_causal": True}, "is_causal is True"),
+    "a true that is no number": ({"output_multiplier": True}, "output_multiplier is True; supported: 1.0"),
+    "a huge block": ({"block_size": 2_000_000_000}, "block_size is 2000000000; supported: 1 to 64"),
+    "countless layers": (
+        {"num_hidden_layers": 2_000_000_000},
+        "num_hidden_layers is 2000000000; supported: at most 64",
     ),
     "speculators' form": ({"speculators_model_type": "dspark"}, "speculators_model_type is 'dspark'"),
     "another architecture": ({"architectures": ["DSparkDraftModel", "B"]}, "architectures"),

@@ -195,7 +195,18 @@ def _attend_cases() -> Iterator[Case]:
 
         return inputs
 
+    def of_layer(lengths: tuple[int, ...], heads: int, key_heads: int, x: int):
+        def inputs(g: torch.Generator) -> AttendGroupedArgs:
+            given = random_rows(g, lengths, heads, key_heads, x, bf16)
+            rows = torch.full((*given.plane.shape[:2], 3 * given.plane.shape[2]), torch.nan, dtype=bf16)
+            middle = rows[..., given.plane.shape[2] : 2 * given.plane.shape[2]]
+            middle.copy_(given.plane)
+            return given._replace(plane=middle)
+
+        return inputs
+
     yield Case("3, nano", make((3,), 4, 4, 64))
+    yield Case("130 and 3, the second of three layers' rows", of_layer((130, 3), 4, 2, 32))
     yield Case("64, 65 and 200, nano", make((64, 65, 200), 4, 4, 64))
     yield Case("200, nano, fp8 pages", make((200,), 4, 2, 64, fp8))
     yield Case("130 and 3, groups of 3, odd width", make((130, 3), 6, 2, 24))
