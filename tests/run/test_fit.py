@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from redline.deploy.config import size
 from redline.errors import ConfigError
+from redline.model.block.serve import TOGETHER
 from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
@@ -19,7 +20,7 @@ from redline.model.k2.write import tiny_config
 from redline.run.fit import ROOM, Layout, MemorySizes, fit, in_steps
 from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool
-from tests.tiny_model import tiny_drafter, tiny_model
+from tests.tiny_model import tiny_block, tiny_drafter, tiny_model
 
 CONFIG = tiny_config(max_position_embeddings=1000)
 PAGE = 64 * 3 * (32 + 8) * 2  # tokens x layers x (latent + rotated key) x bf16
@@ -314,3 +315,16 @@ def test_the_libraries_of_a_small_model_take_no_more_than_a_small_machine_has():
             < replace(SIZES, device=device, step_tokens=1, max_running=1).needs(1).scratch
             < 1.1 * (least << 20)
         )
+
+
+def test_a_block_drafter_is_counted():
+    """Its pages have no last feature; a CPU reads contexts in parts of a fixed size, a GPU captures its layers."""
+    drafter, plain = tiny_block(), MemorySizes(tiny_model().config, positions=6)
+    given = {"drafter": drafter.config, "drafter_parameters": drafter.parameter_count}
+    cpu = replace(plain, **given)
+    assert cpu.draft_bytes == 64 * drafter.config.kv_width * 2
+    assert cpu.needs(100).drafter == 6 * drafter.parameter_count
+    assert cpu.needs(100).scratch - plain.needs(100).scratch > TOGETHER * 4 * drafter.config.row_width
+    gpu, without = (replace(each, device="cuda", gpu_kernels=True) for each in (cpu, plain))
+    assert gpu.needs(100).drafter == 2 * drafter.parameter_count
+    assert gpu.needs(100).recorded > without.needs(100).recorded

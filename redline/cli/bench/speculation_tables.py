@@ -27,6 +27,7 @@ from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
+from redline.model.drafter import open_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
@@ -52,7 +53,7 @@ def run(config: SpeculateFlags, console: Console) -> int:
         for k in config.k:
             rates_of(acceptance, k, f"synthetic-acceptance, with --k {k},")
     target = Checkpoint.open(folder).config
-    Eagle3.open(config.draft, target)  # reject a wrong folder before anything is loaded
+    open_drafter(config.draft, target)  # reject a wrong folder before anything is loaded
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) in this folder; name a file with --prompts")
@@ -107,9 +108,11 @@ def _run(
             rates += bench_rates(askers, questions, batch, config.rounds, did)
         working.show(what="timing the parts of a step")
         model = engines["off"].engine.model
-        drafter = Eagle3.open(config.draft, model.config)
-        drafter.prepare(model)
-        parts = list(bench_parts(model, drafter, config.batch, config.context, config.repeats))
+        drafter = open_drafter(config.draft, model.config)
+        chain = drafter if isinstance(drafter, Eagle3) else None  # the pass of a block is not timed apart
+        if chain is not None:
+            chain.prepare(model)
+        parts = list(bench_parts(model, chain, config.batch, config.context, config.repeats))
     for batch in config.batch:
         console.print(_rate_table([rate for rate in rates if rate.batch == batch], batch, folder.name))
     for rate in rates:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.errors import ConfigError
+from redline.errors import CheckpointError, ConfigError
 from redline.model.block.config import BlockConfig, BlockKind
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows, ServedBlock
@@ -285,3 +286,23 @@ def test_the_scheduler_bounds_the_drafts_of_blocks_alone(once: bool):
     assert speculation.least == 0.0
     speculation.lengths([cast("ActiveJob", SimpleNamespace(room=100, drafting=True))])
     assert (0 < speculation.least < 0.5) if once else speculation.least == 0.0
+
+
+def test_a_gpu_runs_it_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    sizes = {"intermediate_size": 64, "head_dim": 32, "num_attention_heads": 4}
+    BlockDrafter(config_of("dflash", block_size=8, **sizes)).save(tmp_path)
+    assert with_drafts(engine_config(tmp_path), torch.device("cuda")).draft_tokens == 7
+    assert "have not run block drafters (dflash) on a GPU" in caplog.text
+    values = json.loads((tmp_path / "config.json").read_text())
+    slides = {"layer_types": ["sliding_attention"], "use_sliding_window": True, "sliding_window": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values | slides))
+    with pytest.raises(
+        CheckpointError, match=r"sliding_window is \(64,\); the GPU's kernels take layers without a window"
+    ):
+        with_drafts(engine_config(tmp_path), torch.device("cuda"))
+
+
+def test_synthetic_acceptance_needs_the_number_of_drafts(tmp_path: Path):
+    BlockDrafter(config_of("dflash", block_size=8)).save(tmp_path)
+    with pytest.raises(ConfigError, match="tokens is missing: with a block drafter, synthetic_acceptance needs it"):
+        with_drafts(engine_config(tmp_path, synthetic_acceptance=2.0), CPU)
