@@ -154,29 +154,32 @@ class ServedBlock:
         def add(rows_RSW: Tensor, place_RS: Tensor, there_RS: Tensor) -> None:
             """Adds rows to the running softmax."""
             nonlocal most, mass, mixed
-            keys, values = rows_RSW.unflatten(-1, (2, groups, width)).permute(2, 0, 3, 1, 4)
+            # One pass over the rows: to float32, and to [keys, values][R, G, S, X].
+            of_groups = rows_RSW.unflatten(-1, (2, groups, width)).permute(2, 0, 3, 1, 4)
+            keys, values = torch.empty(of_groups.shape).copy_(of_groups)
             seen = there_RS[:, None].expand(-1, size, -1)
             if window is not None:
                 distance = position_RB[:, :, None] - place_RS[:, None]
                 seen = seen & (distance >= 0) & (distance < window)
             scores = q @ keys.mT
             # A query's heads come first in a row of the product, its positions last.
-            scores = scores.unflatten(2, (heads // groups, size)).masked_fill(~seen[:, None, None], -torch.inf)
+            scores = scores.unflatten(2, (heads // groups, size)).masked_fill_(~seen[:, None, None], -torch.inf)
             scores = scores.flatten(2, 3)
+            if not there_RS.all():  # nothing was written there, or rows that were not accepted: maybe not even numbers
+                values.masked_fill_(~there_RS[:, None, :, None], 0.0)
             higher = torch.maximum(most, scores.amax(-1))
             safe = higher.masked_fill(higher == -torch.inf, 0.0)
-            weights, fade = (scores - safe[..., None]).exp(), (most - safe).exp()
+            weights, fade = (scores - safe[..., None]).exp_(), (most - safe).exp()
             most, mass = higher, mass * fade + weights.sum(-1)
             mixed = mixed * fade[..., None] + weights @ values
 
-        pages = max(1, TOGETHER // (PAGE_TOKENS * count))
-        for first in range(0, -(-blocks.longest // PAGE_TOKENS), pages):
-            table_RP = blocks.tables_RP[:, first : first + pages].long()
-            place_S = torch.arange(first * PAGE_TOKENS, (first + table_RP.shape[1]) * PAGE_TOKENS)
-            there_RS = place_S < blocks.starts_R[:, None]
-            # After the context nothing was written, or rows of tokens that were not accepted: not even numbers, maybe.
-            rows_RSW = plane[table_RP].flatten(1, 2).float().masked_fill(~there_RS[..., None], 0.0)
-            add(rows_RSW, place_S.expand(count, -1), there_RS)
+        places = max(1, TOGETHER // (PAGE_TOKENS * count)) * PAGE_TOKENS
+        for first in range(0, blocks.longest, places):
+            end = min(first + places, blocks.longest)
+            place_S = torch.arange(first, end)
+            table_RP = blocks.tables_RP[:, first // PAGE_TOKENS : -(-end // PAGE_TOKENS)].long()
+            rows_RSW = plane[table_RP].flatten(1, 2)[:, : end - first]
+            add(rows_RSW, place_S.expand(count, -1), place_S < blocks.starts_R[:, None])
         add(own_RBW, position_RB, used_RB)
         mixed = (mixed / mass[..., None]).unflatten(2, (heads // groups, size))
         return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
