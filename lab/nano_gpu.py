@@ -23,8 +23,8 @@ from redline.bench.quality.prompts import EvalPrompt, read_sets
 from redline.bench.quality.quality import judge, read_targets, rows
 from redline.bench.record import provenance
 from redline.chat.conversation import Conversation
-from redline.chat.page_hashes import make_job
 from redline.chat.lines import conversation
+from redline.chat.page_hashes import make_job
 from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
 from redline.messages.delta import Delta

@@ -41,6 +41,7 @@ from redline.messages.media import ImageData, ImageWanted
 from redline.messages.news import Ready, Stop
 from redline.model.block.config import BlockConfig
 from redline.model.block.cuda import check as check_block
+from redline.model.block.module import BlockDrafter
 from redline.model.drafter import Drafter, is_block, open_drafter
 from redline.model.eagle3.cuda import check as check_drafter
 from redline.model.eagle3.module import Eagle3
@@ -516,6 +517,9 @@ def load_model(
     drafter = None
     if isinstance(speculation, Learned):
         drafter = open_drafter(speculation.drafter, geometry)
+        reason = why_not(geometry, device) if device.type == "cuda" else None
+        if reason is not None and isinstance(drafter, BlockDrafter):
+            raise ConfigError(f"engine.speculation.drafter: a block drafter has no reference path on a GPU: {reason}")
         if why_not(geometry, device) is None and isinstance(drafter, Eagle3):
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
     rules = ImageRules.of_model(folder) if checkpoint is not None else None
