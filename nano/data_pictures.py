@@ -9,7 +9,7 @@ depends on nothing but the picture.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import cos, pi, sin
 from typing import Any, NamedTuple
@@ -42,6 +42,8 @@ CAPTION_WORDS = (
     FILL, QUOTE, BAR, LARGER, *SIDES, *COLOURS, *SHAPES, *NUMBERS[1:], *LETTERS, *LETTERS.upper(), *"0123456789"
 )  # fmt: skip
 LONGEST = 16  # words of a caption
+CORNERS = ("top left", "top right", "bottom left", "bottom right")
+ORDER = ("first", "second")
 
 _ASKED = {
     "shape": """
@@ -281,11 +283,15 @@ def _count(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         for place in _apart(rng, size, number, (0.14, 0.26))
     ]
     answer = NUMBERS[number]
-    return _Made([_drawn(rng, size, things)], [_caption(size, things)], f"I count {answer}.", answer, {"s": shape})
+    return _Made(
+        [_drawn(rng, size, things)], [_caption(size, things)], f"The {shape}s: {answer}.", answer, {"s": shape}
+    )
 
 
-ORDER = ("first", "second")
-CORNERS = ("top left", "top right", "bottom left", "bottom right")
+def _listed(things: Iterable[tuple[tuple[str, str], str]], asked: str, answer: str) -> str:
+    """Says of all things (shape, colour) where they are, and then of the one: a small model finds it in its words."""
+    said = ", ".join(f"a {colour} {shape}: {where}" for (shape, colour), where in things)
+    return f"{said.capitalize()}. The {asked}: {answer}."
 
 
 def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
@@ -301,7 +307,8 @@ def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         things.append(_Thing(shape, colour, x, y, half))
     asked = things[0]
     answer = CORNERS[corners[0]]
-    reasoning = f"The {asked.colour} {asked.shape}: {answer}."
+    listed = [((one.shape, one.colour), CORNERS[corner]) for corner, one in sorted(zip(corners, things, strict=True))]
+    reasoning = _listed(listed, f"{asked.colour} {asked.shape}", answer)
     return _Made(
         [_drawn(rng, size, things)], [_caption(size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape}
     )
@@ -377,8 +384,7 @@ def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     place = rng.randrange(2)
     shape, colour = kinds[place]
     answer = ORDER[place]
-    listed = ", ".join(f"a {c} {s} {which}" for (s, c), which in zip(kinds, ORDER, strict=True))
-    reasoning = f"{listed.capitalize()}. The {colour} {shape}: {answer}."
+    reasoning = _listed(zip(kinds, ORDER, strict=True), f"{colour} {shape}", answer)
     return _Made(pictures, captions, reasoning, answer, {"c": colour, "s": shape})
 
 

@@ -1,12 +1,19 @@
 """Teaches Kimi-Nano to see: trains a vision tower and its projector in front of the text model, which stays as it is.
 
     python -m nano.see --out runs/see --seconds 480            on one GPU
-    python -m nano.see --out runs/try --seconds 300 --scale 0.05 --kinds colour shape      a rehearsal on a CPU
+    python -m nano.see --out runs/try --seconds 3600 --scale 0.05 --read 0.2      on a CPU
 
-Drawings (`nano.data_pictures`) are made in worker processes. Loss falls on the sentence that the model reasons and on
-its answer. At the end OUT/kimi-nano is the model's folder with the tower in it; every text answer is bit-equal to that
-of the model without, since no other weight changes. log.jsonl has a line every ten seconds, and at the end the share of
-right answers by kind and split, each token predicted behind the right ones.
+Every drawing (`nano.data_pictures`) has a caption of a few words out of a hundred. Training has three parts:
+
+1. Words. A vector for each word is learnt through the text model, which answers questions about captions. It looks at
+   no picture, and a few thousand drawings are enough: a hundred vectors are little to learn.
+2. Looking. The tower learns to give the vectors of a picture's caption in its first places. The text model, which
+   costs ten times as much as the tower, is not needed.
+3. Answers. As 2, and loss falls on the sentence that the text model reasons and on its answer as well.
+
+Drawings are made in worker processes. At the end OUT/kimi-nano is the model's folder with the tower in it; every text
+answer is bit-equal to that of the model without, since no other weight changes. log.jsonl has a line every ten seconds,
+and at the end the share of right answers by kind and split, each token predicted behind the right ones.
 """
 
 import argparse
@@ -288,7 +295,7 @@ class Run:
         self.model, self.out, self.read, self.kinds = model, out, read, kinds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         gpu = self.device.type == "cuda"
-        self.dtype = torch.bfloat16 if gpu or torch.cpu._is_avx512_bf16_supported() else torch.float32
+        self.dtype = torch.bfloat16 if gpu or torch.cpu._is_avx512_bf16_supported() else torch.float32  # of the tower
         masters, bias = stacks_of(model)
         text = effective(masters, False, torch.bfloat16 if gpu else torch.float32)
         self.text, self.bias = {name: value.to(self.device) for name, value in text.items()}, bias.to(self.device)
@@ -374,8 +381,7 @@ class Run:
         starts = torch.zeros(number, length, dtype=torch.bool, device=self.device)
         starts[:, 0] = True
         layout = layout_of(starts.flatten(), length, "causal", number)
-        with torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
-            hidden, _ = blocks(NANO, self.text, self.bias, x_TD, layout, self.code)
+        hidden, _ = blocks(NANO, self.text, self.bias, x_TD, layout, self.code)
         told = loss_BL.flatten() > 0
         targets = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()[told]
         logits = F.linear(hidden[told], self.text["head"]).float()
