@@ -9,7 +9,7 @@ depends on nothing but the picture.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi, sin
 from typing import Any, NamedTuple
@@ -288,12 +288,6 @@ def _count(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     )
 
 
-def _listed(things: Iterable[tuple[tuple[str, str], str]], asked: str, answer: str) -> str:
-    """Says of all things (shape, colour) where they are, and then of the one: a small model finds it in its words."""
-    said = ", ".join(f"a {colour} {shape}: {where}" for (shape, colour), where in things)
-    return f"{said.capitalize()}. The {asked}: {answer}."
-
-
 def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     """One to three shapes in different corners; the question is about one of them."""
     width, height = size
@@ -307,8 +301,7 @@ def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         things.append(_Thing(shape, colour, x, y, half))
     asked = things[0]
     answer = CORNERS[corners[0]]
-    listed = [((one.shape, one.colour), CORNERS[corner]) for corner, one in sorted(zip(corners, things, strict=True))]
-    reasoning = _listed(listed, f"{asked.colour} {asked.shape}", answer)
+    reasoning = f"The {asked.colour} {asked.shape} {answer}."
     return _Made(
         [_drawn(rng, size, things)], [_caption(size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape}
     )
@@ -384,7 +377,8 @@ def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     place = rng.randrange(2)
     shape, colour = kinds[place]
     answer = ORDER[place]
-    reasoning = _listed(zip(kinds, ORDER, strict=True), f"{colour} {shape}", answer)
+    listed = ", ".join(f"a {c} {s} {which}" for (s, c), which in zip(kinds, ORDER, strict=True))
+    reasoning = f"{listed.capitalize()}. The {colour} {shape} {answer}."
     return _Made(pictures, captions, reasoning, answer, {"c": colour, "s": shape})
 
 

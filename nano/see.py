@@ -200,7 +200,7 @@ def initial_tower(seed: int) -> dict[str, Tensor]:
         if len(shape) == 1:
             made[name] = torch.ones(shape) if "norm" in name and name.endswith("weight") else torch.zeros(shape)
             continue
-        scale = 0.02 if "pos_emb" in name else math.prod(shape[1:]) ** -0.5
+        scale = 0.5 if "pos_emb" in name else math.prod(shape[1:]) ** -0.5
         if name.endswith((".wo.weight", ".fc1.weight")):
             scale *= (2 * VISION.layers) ** -0.5
         if name.endswith("proj.2.weight"):
@@ -210,9 +210,14 @@ def initial_tower(seed: int) -> dict[str, Tensor]:
 
 
 class Language(NamedTuple):
-    """What the tower is to give the text model: a vector for each word of a caption, moved by its place in it."""
+    """What the tower is to give the text model for a caption: vectors, of which each is the sum of four.
+
+    Those of the word itself, of the two words before it, so that what is said of a thing is found by its colour and its
+    shape, and of its place in the caption.
+    """
 
     words: Tensor  # [CAPTION_WORDS, D]
+    before: Tensor  # [2, CAPTION_WORDS, D]: of the word before, and of that before it
     places: Tensor  # [LONGEST + 1, D]; the last is of all behind
 
     @classmethod
@@ -221,21 +226,23 @@ class Language(NamedTuple):
         texts = [word if len(word) == 1 else f" {word}" if word else "\n" for word in CAPTION_WORDS]
         ids = [tokenizer.encode_pieces((text,)) for text in texts]
         words = torch.stack([embed_VD[torch.tensor(each, device=embed_VD.device)].float().mean(0) for each in ids])
-        return cls(words.requires_grad_(), torch.zeros_like(words[: LONGEST + 1]).requires_grad_())
-
-    def at(self, cells: int) -> Tensor:
-        """What its place adds to each of the vectors of a picture: [cells, D]."""
-        return self.places[torch.arange(cells, device=self.places.device).clamp_max(LONGEST)]
+        before, places = torch.zeros(2, *words.shape).to(words), torch.zeros_like(words[: LONGEST + 1])
+        return cls(*(each.requires_grad_() for each in (words, before, places)))
 
     def say(self, said: Tensor) -> Tensor:
         """The vectors of captions: int64 [N, cells] -> [N, cells, D]."""
-        return self.words[said] + self.at(said.shape[1])
+        return self.words[said] + self._around(said)
+
+    def _around(self, said: Tensor) -> Tensor:
+        first, second = (F.pad(said, (by, 0))[:, :-by] for by in (1, 2))
+        places = self.places[torch.arange(said.shape[1], device=said.device).clamp_max(LONGEST)]
+        return self.before[0][first] + self.before[1][second] + places
 
     def loss(self, seen: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
         """(how far `seen` [N, cells, D] is from the captions, whether they are the nearest words, bool [N])."""
         words = self.words.detach()
         spread = 2 * words.var(0).sum()  # mean square of the distance of two words
-        flat = (seen - self.at(said.shape[1]).detach()).flatten(0, 1)
+        flat = (seen - self._around(said).detach()).flatten(0, 1)
         far = (flat.square().sum(-1)[:, None] - 2 * flat @ words.t() + words.square().sum(-1)) / spread
         right, weight = said.flatten(), torch.where(said.flatten() > 0, 1.0, FILL_WEIGHT)
         each = F.cross_entropy(-SHARPNESS * far, right, reduction="none") + far.gather(1, right[:, None]).squeeze(1)
@@ -322,12 +329,16 @@ class Run:
         """Takes steps until `seconds` after the first one began: words first, then looking, then both together."""
         began = shown = time.monotonic()
         seen = steps = 0
+        looking = False
         while (now := time.monotonic()) - began < seconds:
             self.progress.value = progress = (now - began) / seconds
             batch = self.queue.get()
             if progress < WORDS:
                 figures = self.learn_words(batch, schedule(progress / WORDS, WARM))
             else:
+                if not looking:
+                    self.start_looking()
+                looking = True
                 figures = self.look(batch, schedule((progress - WORDS) / (1 - WORDS), WARM), progress >= WORDS + LOOK)
             seen, steps = seen + len(batch.ids), steps + 1
             if now - shown >= 10:
@@ -349,6 +360,12 @@ class Run:
             self.words_optimizer.step()
             self.words_optimizer.zero_grad(set_to_none=True)
         return {"loss": loss.detach(), "right": right}
+
+    @torch.no_grad()
+    def start_looking(self) -> None:
+        """What the tower gives for any picture is at first what stands behind a caption."""
+        silence = torch.zeros(1, LONGEST + 1, dtype=torch.int64, device=self.device)
+        self.tower[f"{PROJECTOR}.proj.2.bias"].copy_(self.language.say(silence)[0, -1])
 
     def look(self, batch: Batch, factor: float, answering: bool) -> dict[str, Tensor]:
         """A step for the tower: towards the captions and, if `answering`, the text model's answers."""

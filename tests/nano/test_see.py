@@ -112,18 +112,32 @@ def test_a_word_that_was_read_is_spelled(tokenizer: Tokenizer):
     assert [tokenizer.decode_bytes([token]).decode() for token in learnt[-1 - len(one.answer) : -1]] == [*one.answer]
 
 
+def test_a_vector_of_a_caption_knows_its_place_and_the_two_words_before(tokenizer: Tokenizer):
+    language = see.Language.initial(tokenizer, torch.randn(4096, 320))
+    with torch.no_grad():
+        language.before.copy_(torch.randn(language.before.shape))
+        language.places.copy_(torch.randn(language.places.shape))
+    said = torch.tensor([[5, 7, 9, *[0] * 17]])
+    given = language.say(said)[0]
+    first, second = language.before
+    torch.testing.assert_close(given[2], language.words[9] + first[7] + second[5] + language.places[2])
+    torch.testing.assert_close(given[0], language.words[5] + first[0] + second[0] + language.places[0])
+    torch.testing.assert_close(given[16], given[19])
+
+
 def test_the_loss_of_a_caption_is_least_where_its_words_are_given(tokenizer: Tokenizer):
     g = torch.Generator().manual_seed(2)
     language = see.Language.initial(tokenizer, torch.randn(4096, 320, generator=g) * see.SPREAD)
     said = torch.zeros(2, 20, dtype=torch.int64)
     said[0, :4], said[1, :2] = torch.tensor([30, 9, 16, 4]), torch.tensor([2, 12])
     with torch.no_grad():
+        language.before.copy_(torch.randn(language.before.shape, generator=g))
         language.places.copy_(torch.randn(language.places.shape, generator=g))
         given = language.say(said)
         loss, right = language.loss(given, said)
         assert right.all()
         assert loss < 0.01
-        given[1, 1] = language.say(said[:, :2])[0, 1]
+        given[1, 1] += language.words[9] - language.words[12]
         worse, right = language.loss(given, said)
         assert right.tolist() == [True, False]
         assert worse > loss
