@@ -409,21 +409,28 @@ class Run:
             right = torch.zeros(number, device=self.device).index_add_(0, line, wrong) == 0
         return mean, right
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """Measures on held-out drawings, and writes the model with its tower."""
+        """Measures on held-out drawings, and writes the model with its tower.
+
+        right: answers; told: captions of which every word is right. They say whether the tower or the text model errs.
+        """
         for worker in self.workers:
             worker.kill()
-        tokenizer, right = Tokenizer.open(self.model), dict[str, dict[str, float]]()
+        self.export(self.out / "kimi-nano")
+        tokenizer, shares = Tokenizer.open(self.model), dict[str, dict[str, dict[str, float]]]()
         for split, kind in itertools.product(SPLITS, self.kinds):
-            rng, found = random.Random(f"{split} {kind}"), list[Tensor]()
+            rng, found = random.Random(f"{split} {kind}"), {"right": list[Tensor](), "told": list[Tensor]()}
             for _ in range(0, EVALUATED, 16):
                 batch = batch_of(tokenizer, [drawing(rng, split, kind, (224, 224)) for _ in range(16)])
-                with torch.no_grad():
-                    found.append(self._answers(batch, self._features(batch))[1])
-            right.setdefault(split, {})[kind] = round(float(torch.cat(found).float().mean()), 3)
-        self._write({"right": right})
+                seen, said = self._features(batch), torch.from_numpy(batch.said).to(self.device)
+                found["right"].append(self._answers(batch, seen)[1])
+                found["told"].append(self.language.loss(seen.view(*said.shape, -1), said)[1])
+            for name, each in found.items():
+                share = round(float(torch.cat(each).float().mean()), 3)
+                shares.setdefault(name, {}).setdefault(split, {})[kind] = share
+        self._write(shares)
         self.log_file.close()
-        self.export(self.out / "kimi-nano")
 
     def export(self, folder: Path) -> None:
         """The model's files with the tower's tensors, in bf16, after the text model's, which stay bit-equal."""

@@ -189,7 +189,9 @@ def test_a_step_moves_the_tower_alone_and_the_folder_keeps_the_text_model(
     assert not any(torch.equal(run.tower[name], value) for name, value in before.items() if "wqkv.weight" in name)
     monkeypatch.setattr(see, "EVALUATED", 16)
     run.finish()
-    assert set(json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["right"]) == {"values", "families"}
+    shares = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert set(shares) == {"right", "told"}
+    assert all(set(splits) == set(see.SPLITS) for splits in shares.values())
     ours, theirs = (Checkpoint.open(folder) for folder in (tmp_path / "kimi-nano", MODEL))
     stored = {name: tensor for file in ours.files.values() for name, tensor in file.items()}
     for file in theirs.files.values():
