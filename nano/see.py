@@ -76,6 +76,7 @@ SEEING = {"word": 3.0, "place": 1.5, "count": 1.5}  # and later
 BATCH = 256  # drawings of a step, of pictures of 224 x 224
 WORDS, LOOK = 0.15, 0.35  # shares of the time for the words of captions, and for the tower without the text model
 WORDS_RATE, WORDS_BATCH = 0.2, 32  # highest learning rate of the words of captions; most drawings of a step
+MOVED_DECAY = 0.05  # of what moves words, per unit of rate: else steps at random make it as long as words are
 RATE, MATRIX_RATE, MATRIX_DECAY = 2e-3, 0.02, 0.05  # of the tower: AdamW's, and Muon's for the matrices of its blocks
 MOMENTUM, WARM = 0.95, 0.03  # of Muon; share of a phase in which the learning rate rises
 SPREAD = 7.0  # of nano's embeddings: the root mean square of a number, which the projector must reach
@@ -252,7 +253,9 @@ class Language(NamedTuple):
 class Optimizer:
     """Muon for the matrices of the tower's blocks, AdamW for the rest, which includes the projector."""
 
-    def __init__(self, tower: Mapping[str, Tensor]) -> None:
+    def __init__(self, tower: Mapping[str, Tensor], gentle: float) -> None:
+        """gentle: of all learning rates, 0 to 1."""
+        self._gentle = gentle
         self._matrices = [value for name, value in tower.items() if ".blocks." in name and value.ndim == 2]
         self._momentum = [torch.zeros_like(value) for value in self._matrices]
         out = [value for name, value in tower.items() if f"{PROJECTOR}.proj.2." in name]
@@ -263,7 +266,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """Moves all weights. factor: of the learning rates, 0 to 1."""
+        """Moves all weights. factor: the schedule's, 0 to 1."""
+        factor *= self._gentle
         for w, momentum in zip(self._matrices, self._momentum, strict=True):
             assert w.grad is not None
             momentum.lerp_(w.grad, 1 - MOMENTUM)
@@ -309,8 +313,11 @@ class Run:
         self.code = Compiled() if gpu else Compiled(moe_layer=moe_layer_of_few)
         self.language = Language.initial(Tokenizer.open(model), self.text["embed"])
         self.tower = {name: value.to(self.device).requires_grad_() for name, value in initial_tower(seed).items()}
-        self.words_optimizer = torch.optim.Adam(self.language, lr=WORDS_RATE, betas=(0.9, 0.98))
-        self.optimizer = Optimizer(self.tower)
+        words, *moved = self.language
+        groups = [{"params": [words], "weight_decay": 0.0}, {"params": moved, "weight_decay": MOVED_DECAY}]
+        self.words_optimizer = torch.optim.AdamW(groups, lr=WORDS_RATE, betas=(0.9, 0.98))
+        # Gradients of few drawings are noisy: at a scale of 1/20, full rates take twice as many drawings.
+        self.optimizer = Optimizer(self.tower, min(1.0, scale) ** (1 / 3))
         self.log_file = (out / "log.jsonl").open("w")
         context = multiprocessing.get_context("spawn")
         self.queue: Any = context.Queue(maxsize=3 * workers)
