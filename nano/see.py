@@ -149,7 +149,7 @@ def batches(seed: int, size: int, kinds: Sequence[str], folder: Path, progress: 
         often = SAYING if progress.value < WORDS else SEEING
         weights = [often.get(kind, 1.0) for kind in single]
         pixels = rng.choice(LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL)
-        two = "two" in kinds and (not single or rng.random() < 0.12)
+        two = "two" in kinds and (not single or rng.random() < 0.2)
         count = max(1, round(size * 224 * 224 / (pixels[0] * pixels[1]) / (1 + two)))
         chosen = ["two"] * count if two else rng.choices(single, weights, k=count)
         yield batch_of(tokenizer, [drawing(rng, "train", kind, pixels) for kind in chosen])
