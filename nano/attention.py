@@ -51,11 +51,19 @@ def attend(q_THW: Tensor, k_THW: Tensor, v_THW: Tensor, layout: Layout, scale: f
         return _flash(q_THW, k_THW, v_THW, layout.ends, layout.longest, scale)[0]
     if layout.way == "causal":
         rows = (x.unflatten(0, (layout.rows, -1)).transpose(1, 2) for x in (q_THW, k_THW, v_THW))
-        return F.scaled_dot_product_attention(*rows, is_causal=True, scale=scale).transpose(1, 2).flatten(0, 1)
+        return mixed(*rows, is_causal=True, scale=scale).transpose(1, 2).flatten(0, 1)
     sizes = layout.ends.diff().tolist()
     documents = zip(*(x.transpose(0, 1).split(sizes, 1) for x in (q_THW, k_THW, v_THW)), strict=True)
     out = [F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale) for qkv in documents if qkv[0].shape[1]]
     return torch.cat(out, 1).transpose(0, 1)
+
+
+def mixed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """`scaled_dot_product_attention`; on a CPU in float32, whose gradients are four times faster than those of bf16."""
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with torch.autocast("cpu", enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options).to(q.dtype)
 
 
 @torch.library.custom_op("nano::flash", mutates_args=())

@@ -2,7 +2,10 @@
 
 A drawing is made at random, with every property that the question does not ask for drawn as freely as the others. As
 for text, a fifth of the wordings are held out for the split "families"; words and numbers of the split "values" are
-never written in training.
+never written in training. In training, half of the words are made up, so that letters are learnt and not words.
+
+Every picture has a caption of at most LONGEST of CAPTION_WORDS, which says all that may be asked about it and
+depends on nothing but the picture.
 """
 
 import random
@@ -32,6 +35,15 @@ WORDS = tuple(
     error draft total north south east west
     """.split()  # noqa: SIM905
 )
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+FILL, QUOTE, BAR, LARGER = "", '"', "bar", "larger"
+SIDES = ("top", "bottom", "left", "right")
+CAPTION_WORDS = (
+    FILL, QUOTE, BAR, LARGER, *SIDES, *COLOURS, *SHAPES, *NUMBERS[1:], *LETTERS, *LETTERS.upper(), *"0123456789"
+)  # fmt: skip
+LONGEST = 16  # words of a caption
+CORNERS = ("top left", "top right", "bottom left", "bottom right")
+ORDER = ("first", "second")
 
 _ASKED = {
     "shape": """
@@ -137,10 +149,11 @@ KINDS = tuple(ASKED)
 
 @dataclass
 class Drawing:
-    """Pictures, a question about them, and the short answer, with the sentence that reasons it."""
+    """Pictures with their captions, a question about them, and the short answer, with the sentences that reason it."""
 
     kind: str
     pictures: list[Image.Image]
+    captions: list[list[str]]  # of CAPTION_WORDS
     question: str
     reasoning: str
     answer: str
@@ -162,11 +175,12 @@ def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int]) 
     made = _MADE[kind](rng, split, size)
     question = casual(rng, ASKED[kind].pick(rng, split).format(**made.names))
     thinking = split != "train" or rng.random() >= INSTANT
-    return Drawing(kind, made.pictures, question, made.reasoning, made.answer, thinking)
+    return Drawing(kind, made.pictures, made.captions, question, made.reasoning, made.answer, thinking)
 
 
 class _Made(NamedTuple):
     pictures: list[Image.Image]
+    captions: list[list[str]]
     reasoning: str
     answer: str
     names: dict[str, Any]
@@ -214,18 +228,33 @@ def _drawn(rng: random.Random, size: tuple[int, int], things: list[_Thing]) -> I
     return image
 
 
+def _caption(size: tuple[int, int], things: list[_Thing]) -> list[str]:
+    """How many there are; of up to three the colour, the shape and the place of each; and the shape of the largest."""
+    said = [NUMBERS[len(things)]]
+    if len(things) > 3:
+        return [*said, things[0].shape]
+    placed = [(SIDES[one.y > size[1] / 2], SIDES[2 + (one.x > size[0] / 2)], one) for one in things]
+    for upright, across, one in sorted(placed, key=lambda each: (each[0] == "bottom", each[1] == "right", each[2].y)):
+        said += one.colour, one.shape, upright, across
+    if len(things) > 1:
+        said += LARGER, max(things, key=lambda one: one.half).shape
+    return said
+
+
 def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] = (0.3, 0.85)) -> _Thing:
     return _placed(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), size, share)
 
 
 def _shape(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     thing = _one(rng, size)
-    return _Made([_drawn(rng, size, [thing])], f"A {thing.colour} {thing.shape}.", thing.shape, {})
+    reasoning = f"The shape is a {thing.shape}."
+    return _Made([_drawn(rng, size, [thing])], [_caption(size, [thing])], reasoning, thing.shape, {})
 
 
 def _colour(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     thing = _one(rng, size)
-    return _Made([_drawn(rng, size, [thing])], f"A {thing.colour} {thing.shape}.", thing.colour, {"s": thing.shape})
+    reasoning = f"The {thing.shape} is {thing.colour}."
+    return _Made([_drawn(rng, size, [thing])], [_caption(size, [thing])], reasoning, thing.colour, {"s": thing.shape})
 
 
 def _apart(
@@ -253,13 +282,10 @@ def _count(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         _Thing(shape, one_colour or rng.choice(list(COLOURS)), *place)
         for place in _apart(rng, size, number, (0.14, 0.26))
     ]
-    plural = "" if number == 1 else "s"
+    answer = NUMBERS[number]
     return _Made(
-        [_drawn(rng, size, things)], f"{NUMBERS[number].capitalize()} {shape}{plural}.", NUMBERS[number], {"s": shape}
+        [_drawn(rng, size, things)], [_caption(size, things)], f"The {shape}s: {answer}.", answer, {"s": shape}
     )
-
-
-CORNERS = ("top left", "top right", "bottom left", "bottom right")
 
 
 def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
@@ -275,8 +301,10 @@ def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         things.append(_Thing(shape, colour, x, y, half))
     asked = things[0]
     answer = CORNERS[corners[0]]
-    reasoning = f"The {asked.colour} {asked.shape} is at the {answer}."
-    return _Made([_drawn(rng, size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape})
+    reasoning = f"The {asked.colour} {asked.shape} {answer}."
+    return _Made(
+        [_drawn(rng, size, things)], [_caption(size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape}
+    )
 
 
 def _size(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
@@ -289,7 +317,8 @@ def _size(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         half = min(size) * share / 2
         x = rng.uniform(half + 2, size[0] / 2 - half) + (0 if left else size[0] / 2 - 2)
         things.append(_Thing(shape, rng.choice(list(COLOURS)), x, rng.uniform(half + 2, size[1] - half - 2), half))
-    return _Made([_drawn(rng, size, things)], f"The {first} is larger than the {second}.", first, {})
+    reasoning = f"The {first} is larger."
+    return _Made([_drawn(rng, size, things)], [_caption(size, things)], reasoning, first, {})
 
 
 def _text_of(rng: random.Random, split: Split) -> str:
@@ -297,7 +326,8 @@ def _text_of(rng: random.Random, split: Split) -> str:
         if rng.random() < 0.3:
             text = str(rng.randint(0, 999))
         else:
-            text = rng.choice(WORDS)
+            made_up = split == "train" and rng.random() < 0.5
+            text = "".join(rng.choices(LETTERS, k=rng.randint(3, 6))) if made_up else rng.choice(WORDS)
             text = rng.choice((text, text.upper(), text.capitalize()))
         if reserved("picture", text.lower()) == (split == "values"):
             return text
@@ -316,7 +346,7 @@ def _word(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     x = rng.uniform(4, size[0] - (right - left) - 4) - left
     y = rng.uniform(4, max(5, size[1] - (bottom - top) - 4)) - top
     pen.text((x, y), text, font=font, fill=_tinted(rng, rng.choice(["black", "black", "blue", "red", "green"])))
-    return _Made([image], f'It says "{text}".', text, {})
+    return _Made([image], [[QUOTE, *text, QUOTE]], f'It says "{text}".', text, {})
 
 
 def _bars(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
@@ -337,16 +367,19 @@ def _bars(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     if rng.random() < 0.7:
         pen.line((0, height - 5, width, height - 5), fill=COLOURS["black"], width=2)
     answer = colours[heights.index(high)]
-    return _Made([image], f"The {answer} bar is the tallest.", answer, {})
+    return _Made([image], [[BAR, answer]], f"The {answer} bar is the tallest.", answer, {})
 
 
 def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     kinds = rng.sample([(shape, colour) for shape in SHAPES for colour in COLOURS], 2)
-    pictures = [_drawn(rng, size, [_placed(rng, *kind, size, (0.3, 0.8))]) for kind in kinds]
+    things = [[_placed(rng, *kind, size, (0.3, 0.8))] for kind in kinds]
+    pictures, captions = [_drawn(rng, size, one) for one in things], [_caption(size, one) for one in things]
     place = rng.randrange(2)
     shape, colour = kinds[place]
-    answer = ("first", "second")[place]
-    return _Made(pictures, f"The {answer} picture shows a {colour} {shape}.", answer, {"c": colour, "s": shape})
+    answer = ORDER[place]
+    listed = ", ".join(f"a {c} {s} {which}" for (s, c), which in zip(kinds, ORDER, strict=True))
+    reasoning = f"{listed.capitalize()}. The {colour} {shape} {answer}."
+    return _Made(pictures, captions, reasoning, answer, {"c": colour, "s": shape})
 
 
 _MADE: dict[str, Callable[[random.Random, Split, tuple[int, int]], _Made]] = {

@@ -1,12 +1,19 @@
 """Teaches Kimi-Nano to see: trains a vision tower and its projector in front of the text model, which stays as it is.
 
     python -m nano.see --out runs/see --seconds 480            on one GPU
-    python -m nano.see --out runs/try --seconds 300 --scale 0.05 --kinds colour shape      a rehearsal on a CPU
+    python -m nano.see --out runs/try --seconds 3600 --scale 0.05 --read 0.2      on a CPU
 
-Drawings (`nano.data_pictures`) are made in worker processes. Loss falls on the sentence that the model reasons and on
-its answer. At the end OUT/kimi-nano is the model's folder with the tower in it; every text answer is bit-equal to that
-of the model without, since no other weight changes. log.jsonl has a line every ten seconds, and at the end the share of
-right answers by kind and split, each token predicted behind the right ones.
+Every drawing (`nano.data_pictures`) has a caption of a few words out of a hundred. Training has three parts:
+
+1. Words. A vector for each word is learnt through the text model, which answers questions about captions. It looks at
+   no picture, and a few thousand drawings are enough: a hundred vectors are little to learn.
+2. Looking. The tower learns to give the vectors of a picture's caption in its first places. The text model, which
+   costs ten times as much as the tower, is not needed.
+3. Answers. As 2, and loss falls on the sentence that the text model reasons and on its answer as well.
+
+Drawings are made in worker processes. At the end OUT/kimi-nano is the model's folder with the tower in it; every text
+answer is bit-equal to that of the model without, since no other weight changes. log.jsonl has a line every ten seconds,
+and at the end the share of right answers by kind and split, each token predicted behind the right ones.
 """
 
 import argparse
@@ -29,17 +36,30 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nano.attention import layout_of
+from nano.attention import Layout, layout_of, mixed
 from nano.config import MEDIA_PLACEHOLDER, NANO
-from nano.data_pictures import KINDS, Drawing, drawing
+from nano.data_pictures import CAPTION_WORDS, KINDS, LONGEST, Drawing, drawing
 from nano.export import SIDE_CONFIGS, stacks_of
-from nano.model import Compiled, blocks, effective, mean_loss
+from nano.model import (
+    Attention,
+    Compiled,
+    Dense,
+    Moe,
+    attention,
+    blocks,
+    effective,
+    rms_norm,
+    route,
+    swiglu,
+)  # fmt: skip
+from nano.optim import orthogonalized, schedule
 from nano.sample import Split
 from redline.chat.conversation import Conversation, Message, Picture
 from redline.chat.template import render
-from redline.chat.tokenizer import Special, Tokenizer
+from redline.chat.tokenizer import Tokenizer
 from redline.media.image import patches_of
 from redline.media.rules import ImageRules
+from redline.model.k2.config import K2Config
 from redline.model.k2.write import k25_config, write_checkpoint
 from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
 from redline.model.vision.tower import position_angles, positions_between
@@ -49,9 +69,19 @@ VISION = VisionConfig(
     text_hidden=NANO.hidden_size, token=MEDIA_PLACEHOLDER, projector_eps=1e-5,
 )  # fmt: skip
 RULES = ImageRules()
-SIZES = ((112, 112), (168, 168), (224, 224), (224, 168), (168, 224), (280, 196), (224, 224), (336, 224))  # pixels
-BATCH = 512  # drawings of a step, of pictures of 224 x 224
-RATE, WARM = 2e-3, 0.03  # highest learning rate; share of the time in which it rises
+SMALL = ((112, 112), (112, 112), (140, 112), (112, 140))  # pixels
+LARGE = ((224, 224), (224, 224), (168, 168), (224, 168), (168, 224), (280, 196))
+SAYING = {"place": 2.0, "word": 0.5}  # how often a kind is drawn while words are learnt, where it is not 1
+SEEING = {"word": 3.0, "place": 1.5, "count": 1.5}  # and later
+BATCH = 256  # drawings of a step, of pictures of 224 x 224
+WORDS, LOOK = 0.15, 0.35  # shares of the time for the words of captions, and for the tower without the text model
+WORDS_RATE, WORDS_BATCH = 0.2, 32  # highest learning rate of the words of captions; most drawings of a step
+MOVED_DECAY = 0.05  # of what moves words, per unit of rate: else steps at random make it as long as words are
+RATE, MATRIX_RATE, MATRIX_DECAY = 2e-3, 0.02, 0.05  # of the tower: AdamW's, and Muon's for the matrices of its blocks
+MOMENTUM, WARM = 0.95, 0.03  # of Muon; share of a phase in which the learning rate rises
+SPREAD = 7.0  # of nano's embeddings: the root mean square of a number, which the projector must reach
+FILL_WEIGHT = 0.1  # of a place of a picture behind its caption, in the tower's loss
+SHARPNESS = 16.0  # of the choice between words by their distance
 SPLITS: tuple[Split, ...] = ("values", "families")
 EVALUATED = 128  # drawings of a kind and split
 
@@ -62,8 +92,17 @@ class Batch(NamedTuple):
     ids: NDArray[np.int64]  # [B, L], filled up with 0
     loss: NDArray[np.float32]  # [B, L]: 1 where the next token is one to learn
     patches: NDArray[np.uint8]  # [pictures, P, 3, 14, 14]
+    said: NDArray[np.int64]  # [pictures, P / 4]: captions as indices of CAPTION_WORDS, filled up with FILL
     rows: int  # of patches
     columns: int
+
+    def part(self, first: int, end: int) -> "Batch":
+        """The drawings from `first` to before `end`."""
+        each = len(self.said) // len(self.ids)
+        own, theirs = slice(first, end), slice(first * each, end * each)
+        return self._replace(
+            ids=self.ids[own], loss=self.loss[own], patches=self.patches[theirs], said=self.said[theirs]
+        )
 
 
 def batch_of(tokenizer: Tokenizer, drawings: Sequence[Drawing]) -> Batch:
@@ -76,31 +115,48 @@ def batch_of(tokenizer: Tokenizer, drawings: Sequence[Drawing]) -> Batch:
         asked = Message(role="user", content=one.question, pictures=(known,) * len(one.pictures))
         ids = tokenizer.encode_pieces(render(Conversation(messages=(asked,), thinking=one.thinking)))
         learnt.append(len(ids))
-        thought = (one.reasoning, Special("</think>")) if one.thinking else ()
-        lines.append(ids + tokenizer.encode_pieces((*thought, one.answer, Special("<|im_end|>"))))
+        thought = [*_spelled(tokenizer, one, one.reasoning), tokenizer.specials["</think>"]] if one.thinking else []
+        lines.append([*ids, *thought, *_spelled(tokenizer, one, one.answer), tokenizer.specials["<|im_end|>"]])
     length = -(-max(map(len, lines)) // 16) * 16
     ids, loss = np.zeros((len(lines), length), np.int64), np.zeros((len(lines), length), np.float32)
     for row, (line, first) in enumerate(zip(lines, learnt, strict=True)):
         ids[row, : len(line)] = line
         loss[row, first - 1 : len(line) - 1] = 1
     patches = np.stack([patches_of(picture, layout, RULES) for one in drawings for picture in one.pictures])
-    return Batch(ids, loss, patches, layout.rows, layout.columns)
+    said = np.zeros((len(patches), layout.tokens), np.int64)
+    for row, caption in zip(said, (caption for one in drawings for caption in one.captions), strict=True):
+        words = [CAPTION_WORDS.index(word) for word in caption][: layout.tokens]
+        row[: len(words)] = words
+    return Batch(ids, loss, patches, said, layout.rows, layout.columns)
 
 
-def batches(seed: int, size: int, kinds: Sequence[str], folder: Path) -> Iterator[Batch]:
-    """Batches for training, without end. size: of drawings of 224 x 224; for others as many as have as many patches."""
+def _spelled(tokenizer: Tokenizer, one: Drawing, text: str) -> list[int]:
+    """Ids of an answer. A word that was read is spelled: the tower gives letters, which the text model repeats."""
+    if one.kind != "word":
+        return tokenizer.encode_pieces((text,))
+    before, word, after = text.rpartition(one.answer)
+    return [token for part in (before, *word, after) if part for token in tokenizer.encode_pieces((part,))]
+
+
+def batches(seed: int, size: int, kinds: Sequence[str], folder: Path, progress: Any) -> Iterator[Batch]:
+    """Batches for training, without end. size: of drawings of 224 x 224; for others as many as have as many patches.
+
+    progress: its `value` is the share of the training that is done. Large pictures are drawn more and more often.
+    """
     rng, tokenizer = random.Random(seed), Tokenizer.open(folder)
     single = [kind for kind in kinds if kind != "two"]
     while True:
-        pixels = rng.choice(SIZES)
-        two = "two" in kinds and (not single or rng.random() < 0.12)
+        often = SAYING if progress.value < WORDS else SEEING
+        weights = [often.get(kind, 1.0) for kind in single]
+        pixels = rng.choice(LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL)
+        two = "two" in kinds and (not single or rng.random() < 0.2)
         count = max(1, round(size * 224 * 224 / (pixels[0] * pixels[1]) / (1 + two)))
-        chosen = ["two"] * count if two else [rng.choice(single) for _ in range(count)]
+        chosen = ["two"] * count if two else rng.choices(single, weights, k=count)
         yield batch_of(tokenizer, [drawing(rng, "train", kind, pixels) for kind in chosen])
 
 
-def _work(queue: Any, *given: Any) -> None:
-    for batch in batches(*given):
+def _work(queue: Any, progress: Any, *given: Any) -> None:
+    for batch in batches(*given, progress):
         queue.put(batch)
 
 
@@ -128,8 +184,7 @@ def features(w: Mapping[str, Tensor], patches: Tensor, rows: int, columns: int) 
         c, s = cos[:, None], sin[:, None]
         qk = torch.stack((first * c - second * s, first * s + second * c), -1).flatten(-2).to(qkv.dtype)
         q, k, v = (each.transpose(1, 2) for each in (qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2]))
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + product(mixed, f"{at}.wo")
+        x = x + product(mixed(q, k, v).transpose(1, 2).flatten(2), f"{at}.wo")
         inner = F.gelu(product(norm(x, f"{at}.norm1"), f"{at}.mlp.fc0"), approximate="tanh")
         x = x + product(inner, f"{at}.mlp.fc1")
     x = norm(norm(x, f"{TOWER}.encoder.final_layernorm"), f"{PROJECTOR}.pre_norm", config.projector_eps)
@@ -146,101 +201,243 @@ def initial_tower(seed: int) -> dict[str, Tensor]:
         if len(shape) == 1:
             made[name] = torch.ones(shape) if "norm" in name and name.endswith("weight") else torch.zeros(shape)
             continue
-        scale = 0.02 if "pos_emb" in name else math.prod(shape[1:]) ** -0.5
+        scale = 0.5 if "pos_emb" in name else math.prod(shape[1:]) ** -0.5
         if name.endswith((".wo.weight", ".fc1.weight")):
             scale *= (2 * VISION.layers) ** -0.5
+        if name.endswith("proj.2.weight"):
+            scale *= SPREAD
         made[name] = torch.randn(shape, generator=g) * scale
     return made
+
+
+class Language(NamedTuple):
+    """What the tower is to give the text model for a caption: vectors, of which each is the sum of four.
+
+    Those of the word itself, of the two words before it, so that what is said of a thing is found by its colour and its
+    shape, and of its place in the caption.
+    """
+
+    words: Tensor  # [CAPTION_WORDS, D]
+    before: Tensor  # [2, CAPTION_WORDS, D]: of the word before, and of that before it
+    places: Tensor  # [LONGEST + 1, D]; the last is of all behind
+
+    @classmethod
+    def initial(cls, tokenizer: Tokenizer, embed_VD: Tensor) -> "Language":
+        """The embeddings of the words' text."""
+        texts = [word if len(word) == 1 else f" {word}" if word else "\n" for word in CAPTION_WORDS]
+        ids = [tokenizer.encode_pieces((text,)) for text in texts]
+        words = torch.stack([embed_VD[torch.tensor(each, device=embed_VD.device)].float().mean(0) for each in ids])
+        before, places = torch.zeros(2, *words.shape).to(words), torch.zeros_like(words[: LONGEST + 1])
+        return cls(*(each.requires_grad_() for each in (words, before, places)))
+
+    def say(self, said: Tensor) -> Tensor:
+        """The vectors of captions: int64 [N, cells] -> [N, cells, D]."""
+        return self.words[said] + self._around(said)
+
+    def _around(self, said: Tensor) -> Tensor:
+        first, second = (F.pad(said, (by, 0))[:, :-by] for by in (1, 2))
+        places = self.places[torch.arange(said.shape[1], device=said.device).clamp_max(LONGEST)]
+        return self.before[0][first] + self.before[1][second] + places
+
+    def loss(self, seen: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+        """(how far `seen` [N, cells, D] is from the captions, whether they are the nearest words, bool [N])."""
+        words = self.words.detach()
+        spread = 2 * words.var(0).sum()  # mean square of the distance of two words
+        flat = (seen - self._around(said).detach()).flatten(0, 1)
+        far = (flat.square().sum(-1)[:, None] - 2 * flat @ words.t() + words.square().sum(-1)) / spread
+        right, weight = said.flatten(), torch.where(said.flatten() > 0, 1.0, FILL_WEIGHT)
+        each = F.cross_entropy(-SHARPNESS * far, right, reduction="none") + far.gather(1, right[:, None]).squeeze(1)
+        return (each * weight).sum() / weight.sum(), (far.argmin(-1) == right).view(said.shape).all(-1)
+
+
+class Optimizer:
+    """Muon for the matrices of the tower's blocks, AdamW for the rest, which includes the projector."""
+
+    def __init__(self, tower: Mapping[str, Tensor], gentle: float) -> None:
+        """gentle: of all learning rates, 0 to 1."""
+        self._gentle = gentle
+        self._matrices = [value for name, value in tower.items() if ".blocks." in name and value.ndim == 2]
+        self._momentum = [torch.zeros_like(value) for value in self._matrices]
+        out = [value for name, value in tower.items() if f"{PROJECTOR}.proj.2." in name]
+        taken = {id(value) for value in (*self._matrices, *out)}
+        rest = [value for value in tower.values() if id(value) not in taken]
+        groups = [{"params": rest, "rate": RATE}, {"params": out, "rate": RATE * SPREAD}]
+        self._adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01, fused=out[0].is_cuda)
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """Moves all weights. factor: the schedule's, 0 to 1."""
+        factor *= self._gentle
+        for w, momentum in zip(self._matrices, self._momentum, strict=True):
+            assert w.grad is not None
+            momentum.lerp_(w.grad, 1 - MOMENTUM)
+            update = orthogonalized(w.grad.lerp(momentum, MOMENTUM)[None])[0]
+            rate = factor * MATRIX_RATE
+            w.mul_(1 - rate * MATRIX_DECAY).add_(update.to(w.dtype), alpha=-rate * max(1.0, len(w) / w.shape[1]) ** 0.5)
+            w.grad = None
+        for group in self._adam.param_groups:
+            group["lr"] = group["rate"] * factor
+            torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+
+
+def moe_layer_of_few(
+    x_TD: Tensor, config: K2Config, w: Attention, mlp: Moe, cos: Tensor, sin: Tensor, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """`moe_layer` in which an expert computes its own tokens only: half the work on a CPU, but of changing sizes."""
+    x_TD = x_TD + attention(x_TD, config, w, cos, sin, layout)
+    normed = rms_norm(x_TD, w.post_norm, config.rms_norm_eps)
+    weights_TE, chosen_TE = route(normed, config, mlp)
+    x_TD = x_TD + swiglu(normed, mlp.shared)
+    for expert in range(config.n_routed_experts):
+        mine = chosen_TE[:, expert].nonzero().squeeze(1)
+        out = swiglu(normed[mine], Dense(mlp.gate_up[:, expert], mlp.down[expert]))
+        x_TD = x_TD.index_add(0, mine, (out * weights_TE[mine, expert, None]).to(x_TD.dtype))
+    return x_TD, chosen_TE.sum(0)
 
 
 class Run:
     """One training."""
 
-    def __init__(self, model: Path, out: Path, seed: int, scale: float, kinds: Sequence[str], workers: int) -> None:
-        self.model, self.out, self.kinds = model, out, kinds
+    def __init__(
+        self, model: Path, out: Path, seed: int, scale: float, read: float, kinds: Sequence[str], workers: int
+    ) -> None:
+        self.model, self.out, self.read, self.kinds = model, out, read, kinds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if gpu or torch.cpu._is_avx512_bf16_supported() else torch.float32  # of the tower
         masters, bias = stacks_of(model)
-        self.text = {name: value.to(self.device) for name, value in effective(masters, False, self.dtype).items()}
-        self.bias, self.code = bias.to(self.device), Compiled()
+        text = effective(masters, False, torch.bfloat16 if gpu else torch.float32)
+        self.text, self.bias = {name: value.to(self.device) for name, value in text.items()}, bias.to(self.device)
+        self.code = Compiled() if gpu else Compiled(moe_layer=moe_layer_of_few)
+        self.language = Language.initial(Tokenizer.open(model), self.text["embed"])
         self.tower = {name: value.to(self.device).requires_grad_() for name, value in initial_tower(seed).items()}
-        matrices = [value for name, value in self.tower.items() if value.ndim > 1 and "pos_emb" not in name]
-        others = [value for name, value in self.tower.items() if value.ndim == 1 or "pos_emb" in name]
-        groups = [{"params": matrices, "weight_decay": 0.02}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), fused=self.device.type == "cuda")
+        words, *moved = self.language
+        groups = [{"params": [words], "weight_decay": 0.0}, {"params": moved, "weight_decay": MOVED_DECAY}]
+        self.words_optimizer = torch.optim.AdamW(groups, lr=WORDS_RATE, betas=(0.9, 0.98))
+        # Gradients of few drawings are noisy: at a scale of 1/20, full rates take twice as many drawings.
+        self.optimizer = Optimizer(self.tower, min(1.0, scale) ** (1 / 3))
         self.log_file = (out / "log.jsonl").open("w")
         context = multiprocessing.get_context("spawn")
         self.queue: Any = context.Queue(maxsize=3 * workers)
+        self.progress: Any = context.Value("d", 0.0)
         size = max(1, round(BATCH * scale))
         self.workers = [
-            context.Process(target=_work, args=(self.queue, seed + 1 + n, size, tuple(kinds), model), daemon=True)
+            context.Process(
+                target=_work, args=(self.queue, self.progress, seed + 1 + n, size, tuple(kinds), model), daemon=True
+            )
             for n in range(workers)
         ]
         for worker in self.workers:
             worker.start()
 
     def train(self, seconds: float) -> None:
-        """Takes steps until `seconds` after the first one began."""
+        """Takes steps until `seconds` after the first one began: words first, then looking, then both together."""
         began = shown = time.monotonic()
         seen = steps = 0
+        looking = False
         while (now := time.monotonic()) - began < seconds:
-            progress = (now - began) / seconds
-            rate = min(progress / WARM, 1.0) * 0.5 * (1 + math.cos(math.pi * progress))
-            for group in self.optimizer.param_groups:
-                group["lr"] = RATE * rate
+            self.progress.value = progress = (now - began) / seconds
             batch = self.queue.get()
-            loss, right = self._step(batch, learn=True)
+            if progress < WORDS:
+                figures = self.learn_words(batch, schedule(progress / WORDS, WARM))
+            else:
+                if not looking:
+                    self.start_looking()
+                looking = True
+                figures = self.look(batch, schedule((progress - WORDS) / (1 - WORDS), WARM), progress >= WORDS + LOOK)
             seen, steps = seen + len(batch.ids), steps + 1
             if now - shown >= 10:
                 shown = now
-                figures = {"loss": round(float(loss), 4), "right": round(float(right.float().mean()), 3)}
-                self._write({"seconds": round(now - began), "drawings": seen, "steps": steps, **figures})
+                rounded = {name: round(float(value.float().mean()), 4) for name, value in figures.items()}
+                self._write({"seconds": round(now - began), "drawings": seen, "steps": steps, **rounded})
         self._write({"seconds": round(seconds), "drawings": seen, "steps": steps})
 
-    def _step(self, batch: Batch, *, learn: bool) -> tuple[Tensor, Tensor]:
-        """(mean loss, whether all tokens to learn are the likeliest ones, bool [B])."""
-        ids, loss_BL, patches = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in batch[:3])
-        number, length = ids.shape
-        with torch.set_grad_enabled(learn), torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
-            seen = features(self.tower, patches, batch.rows, batch.columns).to(self.dtype)
-        with torch.set_grad_enabled(learn):
-            flat = ids.flatten()
-            embedded = F.embedding(flat, self.text["embed"])
-            x_TD = embedded.masked_scatter((flat == MEDIA_PLACEHOLDER)[:, None], seen)
-            starts = torch.zeros(number, length, dtype=torch.bool, device=self.device)
-            starts[:, 0] = True
-            layout = layout_of(starts.flatten(), length, "causal", number)
-            hidden, _ = blocks(NANO, self.text, self.bias, x_TD, layout, self.code)
-            told = loss_BL.flatten() > 0
-            targets = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()[told]
-            asked = hidden[told]
-            ones = torch.ones(len(asked), device=self.device)
-            mean, _ = mean_loss(asked, self.text["head"], targets, ones, ones, self.code)
-        if learn:
-            mean.backward()
-            torch.nn.utils.clip_grad_norm_(list(self.tower.values()), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+    def learn_words(self, batch: Batch, factor: float) -> dict[str, Tensor]:
+        """Steps for the words of captions: no picture is looked at."""
+        for group in self.words_optimizer.param_groups:
+            group["lr"] = WORDS_RATE * factor
+        for first in range(0, len(batch.ids), WORDS_BATCH):
+            part = batch.part(first, first + WORDS_BATCH)
+            said = torch.from_numpy(part.said).to(self.device, non_blocking=True)
+            loss, right = self._answers(part, self.language.say(said).flatten(0, 1))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.language, 1.0)
+            self.words_optimizer.step()
+            self.words_optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss.detach(), "right": right}
+
+    @torch.no_grad()
+    def start_looking(self) -> None:
+        """What the tower gives for any picture is at first what stands behind a caption."""
+        silence = torch.zeros(1, LONGEST + 1, dtype=torch.int64, device=self.device)
+        self.tower[f"{PROJECTOR}.proj.2.bias"].copy_(self.language.say(silence)[0, -1])
+
+    def look(self, batch: Batch, factor: float, answering: bool) -> dict[str, Tensor]:
+        """A step for the tower: towards the captions and, if `answering`, the text model's answers."""
+        seen = self._features(batch)
+        said = torch.from_numpy(batch.said).to(self.device, non_blocking=True)
+        loss, told = self.language.loss(seen.view(*said.shape, -1), said)
+        figures = {"caption_loss": loss.detach(), "told": told}
+        if answering:
+            part = batch.part(0, max(1, round(self.read * len(batch.ids))))
+            mean, figures["right"] = self._answers(part, seen[: part.said.size])
+            figures["loss"] = mean.detach()
+            loss = loss + mean
+        loss.backward()
+        self.optimizer.step(factor)
+        return figures
+
+    def _features(self, batch: Batch) -> Tensor:
+        patches = torch.from_numpy(batch.patches).to(self.device, non_blocking=True)
+        with torch.autocast(self.device.type, self.dtype, self.dtype != torch.float32):
+            return features(self.tower, patches, batch.rows, batch.columns).float()
+
+    def _answers(self, batch: Batch, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean loss, whether all tokens to learn are the likeliest ones, bool [B]).
+
+        seen: what the text model reads of their pictures, [tokens of pictures, D]."""
+        ids, loss_BL = (torch.from_numpy(x).to(self.device, non_blocking=True) for x in batch[:2])
+        (number, length), flat = ids.shape, ids.flatten()
+        embedded = F.embedding(flat, self.text["embed"])
+        x_TD = embedded.masked_scatter((flat == MEDIA_PLACEHOLDER)[:, None], seen.to(embedded.dtype))
+        starts = torch.zeros(number, length, dtype=torch.bool, device=self.device)
+        starts[:, 0] = True
+        layout = layout_of(starts.flatten(), length, "causal", number)
+        hidden, _ = blocks(NANO, self.text, self.bias, x_TD, layout, self.code)
+        told = loss_BL.flatten() > 0
+        targets = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()[told]
+        logits = F.linear(hidden[told], self.text["head"]).float()
+        mean = F.cross_entropy(logits, targets)
         with torch.no_grad():
-            wrong = (F.linear(asked, self.text["head"]).argmax(-1) != targets).float()
+            wrong = (logits.argmax(-1) != targets).float()
             line = torch.arange(number, device=self.device).repeat_interleave(length)[told]
             right = torch.zeros(number, device=self.device).index_add_(0, line, wrong) == 0
-        return mean.detach(), right
+        return mean, right
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """Measures on held-out drawings, and writes the model with its tower."""
+        """Measures on held-out drawings, and writes the model with its tower.
+
+        right: answers; told: captions of which every word is right. They say whether the tower or the text model errs.
+        """
         for worker in self.workers:
             worker.kill()
-        tokenizer, right = Tokenizer.open(self.model), dict[str, dict[str, float]]()
-        for split, kind in itertools.product(SPLITS, self.kinds):
-            rng, found = random.Random(f"{split} {kind}"), list[Tensor]()
-            for _ in range(0, EVALUATED, 16):
-                drawn = [drawing(rng, split, kind, (224, 224)) for _ in range(16)]
-                found.append(self._step(batch_of(tokenizer, drawn), learn=False)[1])
-            right.setdefault(split, {})[kind] = round(float(torch.cat(found).float().mean()), 3)
-        self._write({"right": right})
-        self.log_file.close()
         self.export(self.out / "kimi-nano")
+        tokenizer, shares = Tokenizer.open(self.model), dict[str, dict[str, dict[str, float]]]()
+        for split, kind in itertools.product(SPLITS, self.kinds):
+            rng, found = random.Random(f"{split} {kind}"), {"right": list[Tensor](), "told": list[Tensor]()}
+            for _ in range(0, EVALUATED, 16):
+                batch = batch_of(tokenizer, [drawing(rng, split, kind, (224, 224)) for _ in range(16)])
+                seen, said = self._features(batch), torch.from_numpy(batch.said).to(self.device)
+                found["right"].append(self._answers(batch, seen)[1])
+                found["told"].append(self.language.loss(seen.view(*said.shape, -1), said)[1])
+            for name, each in found.items():
+                share = round(float(torch.cat(each).float().mean()), 3)
+                shares.setdefault(name, {}).setdefault(split, {})[kind] = share
+        self._write(shares)
+        self.log_file.close()
 
     def export(self, folder: Path) -> None:
         """The model's files with the tower's tensors, in bf16, after the text model's, which stay bit-equal."""
@@ -267,11 +464,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480.0, help="of training")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="of the drawings of a step")
+    parser.add_argument("--read", type=float, default=1.0, help="share of a step's drawings that get answers")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    run = Run(arguments.model, arguments.out, arguments.seed, arguments.scale, arguments.kinds, arguments.workers)
+    run = Run(
+        arguments.model,
+        arguments.out,
+        arguments.seed,
+        arguments.scale,
+        arguments.read,
+        arguments.kinds,
+        arguments.workers,
+    )
     run.train(arguments.seconds)
     run.finish()
 

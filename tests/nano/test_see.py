@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from nano import see
-from nano.config import MEDIA_PLACEHOLDER
-from nano.data_pictures import ASKED, CORNERS, KINDS, NUMBERS, SHAPES, drawing
+from nano.attention import layout_of
+from nano.config import MEDIA_PLACEHOLDER, NANO
+from nano.data_pictures import ASKED, CAPTION_WORDS, COLOURS, CORNERS, KINDS, LONGEST, NUMBERS, SHAPES, drawing
+from nano.export import stacks_of
+from nano.model import Moe, angles, effective, layers, moe_layer
 from nano.sample import Split
 from redline.chat.tokenizer import Tokenizer
 from redline.media.rules import ImageRules
@@ -44,6 +47,40 @@ def test_a_drawing_has_its_answer_in_its_reasoning_and_a_wording_of_its_split(ki
     assert not set(answers) - set(known.get(kind, answers))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caption_says_what_its_picture_shows(kind: str):
+    rng = random.Random(kind)
+    for _ in range(60):
+        one = drawing(rng, "train", kind, (112, 84))
+        assert len(one.captions) == len(one.pictures)
+        assert not {word for caption in one.captions for word in caption} - set(CAPTION_WORDS)
+        assert max(map(len, one.captions)) <= LONGEST
+        said = one.captions[one.answer == "second"]
+        match kind:
+            case "word":
+                assert "".join(said) == f'"{one.answer}"'
+            case "size":
+                assert said[-2:] == ["larger", one.answer]
+            case "place":
+                assert " ".join(said[1:]).find(f"{one.answer}") > 0
+            case "two":
+                shown = {" ".join(caption[1:3]) for caption in one.captions}
+                assert len(shown) == 2
+                assert " ".join(said[1:3]) in one.reasoning
+            case _:
+                assert one.answer in said
+
+
+def test_a_caption_names_things_from_the_top_left():
+    rng = random.Random(3)
+    said = [drawing(rng, "train", "place", (168, 168)).captions[0] for _ in range(40)]
+    three = next(caption for caption in said if caption[0] == "three")
+    assert len(three) == 1 + 3 * 4 + 2
+    assert [three[at] in COLOURS for at in (1, 5, 9)] == [True] * 3
+    places = [CORNERS.index(" ".join(three[at : at + 2])) for at in (3, 7, 11)]
+    assert places == sorted(places)
+
+
 def test_words_of_the_split_values_are_never_written_in_training():
     rng = random.Random(4)
     written: dict[Split, set[str]] = {
@@ -64,6 +101,46 @@ def test_a_batch_learns_the_answer_behind_the_pictures(tokenizer: Tokenizer):
         learnt = [int(ids[place + 1]) for place in range(len(ids)) if loss[place]]
         assert one.thinking
         assert tokenizer.decode_bytes(learnt).decode() == f"{one.reasoning}</think>{one.answer}<|im_end|>"
+    assert [CAPTION_WORDS[word] for word in batch.said[1] if word] == drawings[0].captions[1]
+
+
+def test_a_word_that_was_read_is_spelled(tokenizer: Tokenizer):
+    one = drawing(random.Random(6), "values", "word", (112, 112))
+    batch = see.batch_of(tokenizer, [one])
+    learnt = [int(batch.ids[0, place + 1]) for place in range(batch.ids.shape[1]) if batch.loss[0, place]]
+    assert tokenizer.decode_bytes(learnt).decode() == f"{one.reasoning}</think>{one.answer}<|im_end|>"
+    assert [tokenizer.decode_bytes([token]).decode() for token in learnt[-1 - len(one.answer) : -1]] == [*one.answer]
+
+
+def test_a_vector_of_a_caption_knows_its_place_and_the_two_words_before(tokenizer: Tokenizer):
+    language = see.Language.initial(tokenizer, torch.randn(4096, 320))
+    with torch.no_grad():
+        language.before.copy_(torch.randn(language.before.shape))
+        language.places.copy_(torch.randn(language.places.shape))
+    said = torch.tensor([[5, 7, 9, *[0] * 17]])
+    given = language.say(said)[0]
+    first, second = language.before
+    torch.testing.assert_close(given[2], language.words[9] + first[7] + second[5] + language.places[2])
+    torch.testing.assert_close(given[0], language.words[5] + first[0] + second[0] + language.places[0])
+    torch.testing.assert_close(given[16], given[19])
+
+
+def test_the_loss_of_a_caption_is_least_where_its_words_are_given(tokenizer: Tokenizer):
+    g = torch.Generator().manual_seed(2)
+    language = see.Language.initial(tokenizer, torch.randn(4096, 320, generator=g) * see.SPREAD)
+    said = torch.zeros(2, 20, dtype=torch.int64)
+    said[0, :4], said[1, :2] = torch.tensor([30, 9, 16, 4]), torch.tensor([2, 12])
+    with torch.no_grad():
+        language.before.copy_(torch.randn(language.before.shape, generator=g))
+        language.places.copy_(torch.randn(language.places.shape, generator=g))
+        given = language.say(said)
+        loss, right = language.loss(given, said)
+        assert right.all()
+        assert loss < 0.01
+        given[1, 1] += language.words[9] - language.words[12]
+        worse, right = language.loss(given, said)
+        assert right.tolist() == [True, False]
+        assert worse > loss
 
 
 @pytest.mark.parametrize("size", [(112, 112), (224, 168)])
@@ -79,21 +156,42 @@ def test_the_graph_of_training_is_the_tower(size: tuple[int, int]):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_experts_that_compute_their_own_tokens_only_are_the_experts():
+    masters, bias = stacks_of(MODEL)
+    text = effective(masters, False, torch.float32)
+    layer = layers(NANO, text, bias)[1]
+    assert isinstance(layer.mlp, Moe)
+    x_TD = torch.randn(24, NANO.hidden_size, generator=torch.Generator().manual_seed(1)) * see.SPREAD
+    layout = layout_of(torch.arange(24) % 12 == 0, 12, "causal", 2)
+    given = x_TD, NANO, layer.attention, layer.mlp, *angles(NANO, layout.positions), layout
+    for ours, theirs in zip(see.moe_layer_of_few(*given), moe_layer(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_step_moves_the_tower_alone_and_the_folder_keeps_the_text_model(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run = see.Run(MODEL, tmp_path, seed=1, scale=0.01, kinds=["colour"], workers=0)
+    run = see.Run(MODEL, tmp_path, seed=1, scale=0.01, read=1.0, kinds=["colour"], workers=0)
     rng = random.Random(9)
     batch = see.batch_of(tokenizer, [drawing(rng, "train", "colour", (56, 56)) for _ in range(2)])
+    words = run.language.words.detach().clone()
     before = {name: value.detach().clone() for name, value in run.tower.items()}
-    first, _ = run._step(batch, learn=True)
-    second, _ = run._step(batch, learn=False)
-    assert second < first
+    first = run.learn_words(batch, 0.1)["loss"]
+    assert run.learn_words(batch, 0.0)["loss"] < first
+    assert not torch.equal(run.language.words, words)
+    words = run.language.words.detach().clone()
+    first = run.look(batch, 0.1, answering=False)["caption_loss"]
+    second = run.look(batch, 0.1, answering=True)
+    assert second["caption_loss"] < first
+    assert run.look(batch, 0.0, answering=True)["loss"] < second["loss"]
+    assert torch.equal(run.language.words, words)
     assert not any(torch.equal(run.tower[name], value) for name, value in before.items() if "wqkv.weight" in name)
     monkeypatch.setattr(see, "EVALUATED", 16)
     run.finish()
-    assert set(json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["right"]) == {"values", "families"}
+    shares = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert set(shares) == {"right", "told"}
+    assert all(set(splits) == set(see.SPLITS) for splits in shares.values())
     ours, theirs = (Checkpoint.open(folder) for folder in (tmp_path / "kimi-nano", MODEL))
     stored = {name: tensor for file in ours.files.values() for name, tensor in file.items()}
     for file in theirs.files.values():
