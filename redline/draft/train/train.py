@@ -163,11 +163,11 @@ def check(config: TrainConfig) -> None:
     if wanted is not None and wanted > target.vocab_size:
         raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
     blocks = config.drafter.kind != "eagle3"
-    if config.start is not None and is_block(config.start) != blocks:
-        kind = "a block drafter" if is_block(config.start) else "EAGLE-3"
-        raise ConfigError(
-            f"start is {config.start}, {kind}, and drafter.kind is {config.drafter.kind!r}; name its kind"
-        )
+    # An earlier stage of a recipe may still have to make the drafter to start from.
+    made = config.start if config.start is not None and (Path(config.start) / "config.json").exists() else None
+    if made is not None and is_block(made) != blocks:
+        kind = "a block drafter" if is_block(made) else "EAGLE-3"
+        raise ConfigError(f"start is {made}, {kind}, and drafter.kind is {config.drafter.kind!r}; name its kind")
     for key in _OF_CHAINS if blocks else _OF_BLOCKS:
         if (value := getattr(config.drafter, key)) != getattr(DrafterSizes(), key):
             raise ConfigError(f"drafter.{key} is {value!r}; a drafter of kind {config.drafter.kind} has no such size")
