@@ -181,7 +181,7 @@ class ServedBlock:
             rows_RSW = plane[table_RP].flatten(1, 2)[:, : end - first]
             add(rows_RSW, place_S.expand(count, -1), place_S < blocks.starts_R[:, None])
         add(own_RBW, position_RB, used_RB)
-        mixed = (mixed / mass[..., None]).unflatten(2, (heads // groups, size))
+        mixed = (mixed / mass.clamp_min(1e-30)[..., None]).unflatten(2, (heads // groups, size))
         return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _plane(self, plane: Tensor, layer: int) -> Tensor:

@@ -19,6 +19,7 @@ from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows, ServedBlock
 from redline.ops.staged import staged
 from redline.run.drafting.verify import draft_token
+from redline.run.graphs.block_round import used_positions
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
 from redline.run.slots import Proposal, RowSpan, Slots
@@ -61,10 +62,10 @@ class BlockDrafting:
         config, slot_R = served.config, self._sent([row.slot for row, _ in rows])
         start_R = self._sent([slot.length - 1 for slot in of])
         before_R = self._slots.tokens[slot_R, start_R]
-        # A GPU stores a block's rows, for which only the drafts' places have pages.
-        whole, anchor = isinstance(served, ServedBlock), int(not config.sample_from_anchor)
-        sizes = [config.block_size if whole else min(config.block_size, wanted + anchor) for _, wanted in rows]
-        given = before_R, start_R, self._sent(sizes), self._slots.tables[slot_R]
+        anchor, size_R = int(not config.sample_from_anchor), torch.full_like(start_R, config.block_size)
+        if not isinstance(served, ServedBlock):  # it stores a block's rows, and not all of their places have pages
+            size_R = used_positions(config, start_R + 1, self._sent([wanted for _, wanted in rows]))
+        given = before_R, start_R, size_R, self._slots.tables[slot_R]
         blocks = BlockRows(*given, max(slot.length for slot in of), self._kv.pages)
         normed_RBD = served.states(blocks, self._kv.draft)
         count = min(config.drafts, max(wanted for _, wanted in rows))

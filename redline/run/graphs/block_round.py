@@ -1,7 +1,7 @@
 """What a block drafter reads of a settled step: the context rows of the accepted tokens, and a block for each row.
 
-A block is cut to the drafts that its row wants, since no page is guaranteed for the places after them. Nothing has a
-data-dependent shape, so a CUDA graph can capture it.
+A block is cut to the drafts that its row wants, since no page is guaranteed for the places after them (the scheduler
+allocates those that a chain needs). Nothing has a data-dependent shape, so a CUDA graph can capture it.
 
 B rows of a step, K positions of each, T = B K.
 """
@@ -36,6 +36,17 @@ class RoundRows(NamedTuple):
     lengths_B: Tensor  # int32: length of each slot, as `keep_drafts` counts it
 
 
+def used_positions(config: BlockConfig, length_B: Tensor, wanted_B: Tensor) -> Tensor:
+    """Positions of a block whose rows have a page: one for each wanted draft, from the anchor's place on, as for a
+    chain; and DFlash's last one, unless it begins a page.
+
+    length_B: of the slots. The position that is left out still drafts; it is not seen.
+    """
+    last_B = length_B + wanted_B - 1
+    more_B = (last_B % PAGE_TOKENS > 0) & (not config.sample_from_anchor)
+    return ((wanted_B + more_B) * (wanted_B > 0)).clamp(max=config.block_size)
+
+
 def round_rows(
     config: BlockConfig, plan_BC: Tensor, slots: SlotTensors, results: Tensor, positions: int, longest: int, spare: int
 ) -> RoundRows:
@@ -53,9 +64,10 @@ def round_rows(
     new_B = results[:, NEW].clamp(min=1)
     length_B = results[:, BEFORE] + new_B
     anchor_B = torch.gather(results[:, TOKENS:], 1, new_B[:, None] - 1)[:, 0].clamp(min=0)
-    # As many drafts as `keep_drafts` keeps; and the anchor, if it gives no draft.
+    # As many drafts as `keep_drafts` keeps. 0 for a row that is at its limit, or past it: its job has ended.
     wanted_B = torch.minimum(plan_BC[:, PROPOSE], limit_B - length_B - 1).clamp(0, MOST_DRAFTS)
-    count_B = (wanted_B + int(not config.sample_from_anchor)).clamp(max=config.block_size) * read_B
-    blocks = BlockRows(anchor_B, (length_B - 1) * read_B, count_B, slots.tables[slot_B], longest, spare)
+    count_B = used_positions(config, length_B, wanted_B) * read_B
+    start_B = torch.minimum(length_B, limit_B) - 1
+    blocks = BlockRows(anchor_B, start_B * read_B, count_B, slots.tables[slot_B], longest, spare)
     lengths_B = (torch.minimum(length_B, limit_B - 1) * read_B).clamp(min=2).int()
     return RoundRows(at_BK.flatten(), row_BK.flatten(), blocks, lengths_B)

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError, ConfigError
+from redline.kernels.cuda.step.step_rows import ASKED, BEFORE, LIMIT, SLOT
 from redline.model.block.config import BlockConfig, BlockKind
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows, ServedBlock
 from redline.policy.costs import RoundTimes, StepCosts
 from redline.policy.draft_count import least_survival
 from redline.run.graphs import decode_step
+from redline.run.graphs.block_round import RoundRows
 from redline.run.runner import Runner
 from redline.scheduler.active import ActiveJob
 from redline.scheduler.speculation import Speculation
@@ -43,6 +45,23 @@ def captured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param:
         monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
     return request.param
+
+
+def knows_the_answers(later: int, texts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+    """`ServedBlock.states` and `logits` of a drafter whose drafts are all right. later: 1 if the anchor drafts."""
+
+    def states(self: ServedBlock, blocks: BlockRows, plane: Tensor) -> Tensor:
+        found = torch.zeros(len(blocks.anchors_R), 5, TARGET.hidden_size)
+        for row, (anchor, length) in enumerate(zip(blocks.anchors_R.tolist(), blocks.starts_R.tolist(), strict=True)):
+            for text in texts:  # rows that pad a captured step are of no text
+                if 0 < length < len(text) - 5 - later and text[length] == anchor:
+                    found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
+        return found
+
+    def logits(self: ServedBlock, normed: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(normed[:, 0].long(), TARGET.vocab_size).float()
+
+    return states, logits
 
 
 def answered(drafter: BlockDrafter, *jobs: Any, **config: Any) -> dict[str, Answer]:
@@ -70,17 +89,7 @@ def test_the_drafts_are_for_the_positions_after_the_anchor(
     drafter.prepare(tiny_model())
     later = int(kind == "dspark")
 
-    def states(self: ServedBlock, blocks: BlockRows, plane: Tensor) -> Tensor:
-        found = torch.zeros(len(blocks.anchors_R), 5, TARGET.hidden_size)
-        for row, (anchor, length) in enumerate(zip(blocks.anchors_R.tolist(), blocks.starts_R.tolist(), strict=True)):
-            for text in texts:  # rows that pad a captured step are of no text
-                if length and text[length] == anchor:
-                    found[row, :, 0] = torch.tensor(text[length + later : length + later + 5])
-        return found
-
-    def logits(self: ServedBlock, normed: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(normed[:, 0].long(), TARGET.vocab_size).float()
-
+    states, logits = knows_the_answers(later, texts)
     monkeypatch.setattr(ServedBlock, "states", states)
     monkeypatch.setattr(ServedBlock, "logits", logits)
     found = answered(drafter, *jobs)
@@ -108,6 +117,49 @@ def test_the_bias_by_the_token_before_follows_the_drafted_tokens(captured: bool)
     answer = answered(drafter, job("asked", asked, max_tokens=most - 1))["asked"]
     assert answer.tokens == whole[: most - 1]
     assert answer.accepted == answer.proposed > 0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_every_place_that_a_captured_block_stores_has_a_page(kind: BlockKind, monkeypatch: pytest.MonkeyPatch):
+    """Answers that fill the context, and end in its last page, with accepted drafts in flight: the scheduler launches
+    rows of jobs that have ended, whose lengths are at their limits."""
+    lengths = [(60, 30), (59, 30), (57, 30), *((98 - n, 30 + n) for n in range(4))]
+    jobs = [job(f"{n}", prompt(seed=n, length=length), max_tokens=most) for n, (length, most) in enumerate(lengths)]
+    answers = {one.id: run_alone(tiny_model(), one) for one in jobs}
+    drafter = BlockDrafter(config_of(kind, markov_rank=0) if kind == "dflash" else config_of(kind))
+    drafter.prepare(tiny_model())
+    texts = [(*one.tokens, *answers[one.id].tokens, *[0] * 16) for one in jobs]
+    states, logits = knows_the_answers(int(kind == "dspark"), texts)
+    monkeypatch.setattr(ServedBlock, "states", states)
+    monkeypatch.setattr(ServedBlock, "logits", logits)
+    monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
+    speculation = msgspec.structs.replace(BLOCK, tokens=drafter.config.drafts)
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=speculation, max_model_len=128)
+    slots, rows = engine.runner.slots, decode_step.round_rows
+    ended, used = 0, 0
+
+    def watched(config: BlockConfig, plan_BC: Tensor, at: Any, results: Tensor, *rest: Any) -> RoundRows:
+        nonlocal ended, used
+        found = rows(config, plan_BC, at, results, *rest)
+        for row in (plan_BC[:, ASKED] > 0).nonzero().flatten().tolist():
+            number, count = int(plan_BC[row, SLOT]), int(found.blocks.counts_R[row])
+            start, limit = int(found.blocks.starts_R[row]), int(at.facts[number, LIMIT])
+            ended += int(results[row, BEFORE]) == limit
+            used += count > 0
+            assert start < limit
+            assert start + count <= 64 * slots.at[number].pages or not count
+        return found
+
+    monkeypatch.setattr(decode_step, "round_rows", watched)
+    try:
+        for one in jobs:
+            assert run(engine, [one])[one.id].tokens == answers[one.id].tokens
+        together = run(engine, jobs)
+    finally:
+        engine.runner.close()
+    assert all(together[one.id].tokens == answers[one.id].tokens for one in jobs)
+    assert ended > 0
+    assert used > 20
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
