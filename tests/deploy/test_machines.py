@@ -260,8 +260,9 @@ class Peer:
         secure(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
-        for word in words if kind == zmq.PUSH else ():
-            self._socket.send(word, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # refused already: the socket has no connection
+            for word in words if kind == zmq.PUSH else ():
+                self._socket.send(word, zmq.NOBLOCK)
 
     def is_let_in(self, seconds: float) -> bool:
         """Whether its handshake has succeeded, or succeeds within `seconds`."""
