@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from redline.kernels.by_chip import best
 from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
+from redline.model.draft_vocabulary import DraftVocabulary
 from redline.model.drafter_file import as_stored, read_tensors, stored_names, write_folder
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.cuda import GpuServed
@@ -34,15 +35,8 @@ from redline.ops.moe import gated
 __all__ = ["Eagle3", "Eagle3Config", "default_layer_ids"]
 
 
-class Eagle3(nn.Module):
-    """Parameters and buffers have the names of the file, so `state_dict()` is the file's contents.
-
-    The target's embedding, and its head if the drafter has none, are attached by `attach` or `prepare`: frozen, shared,
-    and not part of the state.
-    """
-
-    d2t: Tensor  # int64 [draft vocabulary]: token id - draft id; present if the draft vocabulary is reduced
-    t2d: Tensor  # bool [vocabulary]: whether the drafter knows the token
+class Eagle3(DraftVocabulary):
+    """An EAGLE-3 drafter with a body of latent or of grouped-query attention."""
 
     def __init__(self, config: Eagle3Config) -> None:
         """Random weights from torch's generator: std 0.02, smaller for weights that write to the residual stream.
@@ -58,13 +52,7 @@ class Eagle3(nn.Module):
             self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, config.rms_norm_eps) for _ in range(states))
         self.layers = nn.ModuleList([Layer(config)])
         self.norm = Norm(hidden, config.rms_norm_eps)
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-            if config.draft_vocab_size < config.vocab_size:
-                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-                self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
-        self._embedding_VD: Tensor | None = None
-        self._head_VD: Tensor | None = None
+        self._add_head(hidden, config.draft_vocab_size, config.vocab_size)
         self._served: Served | GpuServed | None = None
         self._ids: Tensor | None = None  # of a reduced vocabulary, on the served model's device
         self._set_random()
@@ -108,38 +96,6 @@ class Eagle3(nn.Module):
         """
         written, tensors = pad_latent(self.config, as_stored(self.state_dict()), latent)
         write_folder(Path(folder), written.to_dict(), tensors)
-
-    # Weights of the target.
-
-    def attach(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """Attaches the target's embedding and head for training: [V, D], on the drafter's device, any floating type."""
-        self._embedding_VD = embedding_VD.detach()
-        self._head_VD = head_VD.detach()
-
-    @torch.no_grad()
-    def initialise(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """Attaches the target's embedding and head [V, D], and initialises the drafter's own head from the target's."""
-        self.attach(embedding_VD, head_VD)
-        if self.config.draft_vocab_size is not None:
-            ids = self.token_ids()
-            self.lm_head.weight.copy_(head_VD if ids is None else head_VD[ids.to(head_VD.device)])
-
-    @torch.no_grad()
-    def keep(self, ids: Tensor) -> None:
-        """Sets the reduced vocabulary: exactly draft_vocab_size distinct token ids. Call it before `initialise`.
-
-        AssertionError if the number of distinct ids differs from draft_vocab_size.
-        """
-        ids = ids.to(self.d2t).unique()  # sorted
-        assert ids.shape == self.d2t.shape, f"{len(ids)} different ids for a vocabulary of {len(self.d2t)}"
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
-        self.t2d.zero_().index_fill_(0, ids, True)
-
-    def token_ids(self) -> Tensor | None:
-        """int64 [draft vocabulary]: the token of each draft id; None if draft ids are token ids."""
-        if "d2t" not in self._buffers:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     # The differentiable arithmetic. The dtype is that of the weights.
 
