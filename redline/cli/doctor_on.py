@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from redline.bench.step.drafters import drafter_weights
 from redline.bench.step.machines import CHIPS, LISTED, Several, machine
 from redline.bench.step.predict import (
     FITTED,
@@ -30,7 +31,6 @@ from redline.bench.step.predict import (
     like_kimi,
     long_ms,
 )
-from redline.bench.step.rounds import drafter_weights
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
 from redline.model.eagle3.config import Eagle3Config

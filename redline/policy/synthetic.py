@@ -13,6 +13,11 @@ from itertools import pairwise
 from redline.errors import ConfigError
 
 GOLDEN = (1.83, 2.43, 2.88, 3.24, 3.46)  # tokens per round with 1, 2 ... drafts: InferenceX's curve for Kimi's EAGLE-3
+GOLDEN_BLOCK, GOLDEN_BLOCK_DRAFTS = (
+    0.878,
+    7,
+)  # of each draft if those before it are accepted, which gives 5.3 tokens per
+# round, the length of z-lab/Kimi-K2.5-DFlash (a block of 8) on GSM8K
 
 Acceptance = float | tuple[float, ...]  # acceptance length, or rates
 

@@ -16,6 +16,7 @@ from redline.bench.step.rounds import RoundCase, RoundTiming, floors
 from redline.disk import hold, save, written
 from redline.errors import ConfigError
 from redline.messages.base import Record
+from redline.model.block.config import BlockConfig
 from redline.ops.op import PeakRates
 
 WAIT_S = 60.0  # timeout in seconds while another process appends to the same file
@@ -86,11 +87,12 @@ class RoundRecord(DepthRecord, frozen=True, kw_only=True):
 
     accept          mean tokens per row and round, as configured
     verify_ms       from the start of the round to the accepted tokens
-    draft_ms        of the drafter's k passes
+    draft_ms        of all drafts: a chain's k passes, a block's one
     baseline_ms     of a step without drafts, run between the rounds
     tokens_per_s    of all rows together
     idle_share      share of time in which the device was idle, from a trace; None on a CPU
     draft_head_bits bits per weight of the drafter's head
+    drafter         eagle3, dflash or dspark
     """
 
     k: int
@@ -101,6 +103,7 @@ class RoundRecord(DepthRecord, frozen=True, kw_only=True):
     tokens_per_s: float
     idle_share: float | None
     draft_head_bits: int = 16
+    drafter: str = "eagle3"
 
     @property
     def times(self) -> float:
@@ -184,7 +187,8 @@ def round_record(case: RoundCase, timing: RoundTiming, machine: PeakRates) -> Ro
     whole = Timing(timing.ms, timing.p10_ms, timing.p90_ms, timing.experts, ())
     step: dict[str, Any] = msgspec.structs.asdict(record_of(case.depth, whole, machine))
     verify_ms, draft_ms = floors(case, timing.experts, machine)
-    parts = ("verify", timing.verify_ms, verify_ms, 1), ("draft", timing.draft_ms, draft_ms, case.k)
+    passes = case.drafter.passes(case.k)
+    parts = ("verify", timing.verify_ms, verify_ms, 1), ("draft", timing.draft_ms, draft_ms, passes)
     ops = tuple(OpRecord(name=name, us=1e3 * ms, floor_us=1e3 * floor, launches=n) for name, ms, floor, n in parts)
     step.update(floor_ms=verify_ms + draft_ms, ops=ops)
     return RoundRecord(
@@ -197,6 +201,7 @@ def round_record(case: RoundCase, timing: RoundTiming, machine: PeakRates) -> Ro
         tokens_per_s=1e3 * case.depth.rows * case.accept / timing.ms,
         idle_share=timing.idle_share,
         draft_head_bits=case.head_bits,
+        drafter=case.drafter.kind if isinstance(case.drafter, BlockConfig) else "eagle3",
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from redline import clock
 from redline.bench.step.depth import WARM_UP, DepthCase, TimeMark
+from redline.bench.step.drafters import draft_costs
 from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
 from redline.kernels.cuda.step.step_rows import (
     ASKED,
@@ -37,13 +38,14 @@ from redline.kernels.cuda.step.step_rows import (
 )
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
-from redline.model.eagle3.config import Eagle3Config
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter, DrafterConfig
 from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.shard import body_left_out, body_ranks, head_ranks
 from redline.model.k2.cpu import K2
 from redline.model.k2.forced_routing import distinct, draw
 from redline.model.k2.random_weights import ForcedK2
-from redline.ops.op import Cost, PeakRates
+from redline.ops.op import PeakRates
 from redline.policy.synthetic import length_of
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
@@ -61,13 +63,13 @@ class RoundCase:
 
     depth      the verifying step, with 1 + k tokens per row
     rates      k rates of synthetic acceptance
-    head_bits  bits per weight of the drafter's head: 16 or 8
+    head_bits  bits per weight of the drafter's head: 16, or 8 (chains)
     whole      whether each rank has the drafter's whole body and a part of its head, as in the rounds over several
                ranks that were measured up to 2026-11-26
     """
 
     depth: DepthCase
-    drafter: Eagle3Config
+    drafter: DrafterConfig
     rates: tuple[float, ...]
     head_bits: int = 16
     whole: bool = False
@@ -86,44 +88,8 @@ class RoundCase:
         """The longest a row may become: tokens after `repeats` timed rounds, the warm-up and the traced rounds."""
         return self.depth.context + 2 + self.depth.tokens * (WARM_UP + repeats + TRACED + 1)
 
-    def draft_cost(self, passes: int) -> Cost:
-        """Bytes and operations of the drafter's pass over the round's tokens, and of `passes` - 1 further ones.
 
-        Counted for one rank. Each pass reads every weight of the rank once, and each row's context; the weights that
-        fuse the target's hidden states are read by the first pass only.
-        """
-        c, rows, tokens, ranks = self.drafter, self.depth.rows, self.depth.rows * self.depth.tokens, self.depth.ranks
-        body = 1 if self.whole else body_ranks(c, ranks)
-        fuse = c.hidden_size * c.fused_width
-        context = rows * self.depth.context
-        pages = context * c.kv_bytes_per_token(self.depth.kv_dtype)
-        scores = 2 * context * (c.num_attention_heads // body) * (c.kv_width + c.kv_lora_rank)
-        head = head_rows(c) // head_ranks(c, ranks)
-        weights = drafter_weights(c) - fuse - body_left_out(c, body) - c.hidden_size * (head_rows(c) - head)
-        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes saved, less a scale per row
-        further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
-        whole = Cost(2 * fuse, 2 * tokens * fuse)  # the projections of tokens that only write KV are not counted
-        for _ in range(passes):
-            whole += further
-        return whole
-
-
-def drafter_weights(config: Eagle3Config) -> int:
-    """Number of weights in the matrices of a whole drafter with latent attention, its own head included."""
-    c, d = config, config.hidden_size
-    heads, rank, nope, value = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
-    attention = 2 * d * (c.q_lora_rank + c.kv_width) + heads * (
-        c.q_lora_rank * c.query_width + rank * (nope + value) + value * d
-    )
-    return d * c.fused_width + attention + 3 * d * c.intermediate_size + d * head_rows(c)
-
-
-def head_rows(config: Eagle3Config) -> int:
-    """Vocabulary size of a drafter."""
-    return config.draft_vocab_size or config.vocab_size
-
-
-def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: int = 0) -> Eagle3:
+def random_drafter(model: K2, config: DrafterConfig, head_bits: int = 16, seed: int = 0) -> Drafter:
     """A drafter of these sizes for the model, prepared, with random weights created on the model's device.
 
     head_bits: see `Eagle3.prepare`.
@@ -132,12 +98,12 @@ def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: i
 
     def made(like: Tensor) -> Tensor:
         weight = torch.empty(like.shape, dtype=torch.bfloat16, device=model.device)
-        if like.dim() == 1:  # a norm
+        if like.dim() == 1:  # a norm, or a bias
             return weight.uniform_(0.5, 1.5, generator=generator)
         return weight.normal_(0, like.shape[-1] ** -0.5, generator=generator)
 
     with torch.device("meta"):
-        drafter = Eagle3(config)
+        drafter = BlockDrafter(config) if isinstance(config, BlockConfig) else Eagle3(config)
     drafter.load_state_dict({name: made(like) for name, like in drafter.state_dict().items()}, assign=True)
     drafter.prepare(model, head_bits)
     return drafter.to("meta")  # the serving layout has copies of the weights
@@ -170,12 +136,11 @@ class RoundTiming(NamedTuple):
 
 def floors(case: RoundCase, experts: float, machine: PeakRates) -> tuple[float, float]:
     """The floors of (verifying, drafting) in milliseconds. experts: distinct experts of all layers together."""
-    first = case.draft_cost(1)
-    further = case.draft_cost(2).seconds(machine) - first.seconds(machine)
-    return 1e3 * case.depth.cost(experts).seconds(machine), 1e3 * (first.seconds(machine) + (case.k - 1) * further)
+    parts = draft_costs(case.drafter, case.depth, head_bits=case.head_bits, whole=case.whole)
+    return 1e3 * case.depth.cost(experts).seconds(machine), 1e3 * sum(part.seconds(machine) for part in parts)
 
 
-def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, seed: int = 0) -> RoundTiming:
+def measure_round(model: K2, drafter: Drafter, case: RoundCase, repeats: int, seed: int = 0) -> RoundTiming:
     """Times `repeats` rounds and `repeats` steps without drafts, alternating, with newly drawn experts each time.
 
     model: a ForcedK2 if experts are forced. drafter: prepared for it. Raises AssertionError if a row verified another
@@ -216,7 +181,7 @@ def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, see
         )
 
 
-def _pages(model: K2, drafter: Eagle3, case: RoundCase, repeats: int) -> tuple[KvPool, Tensor]:
+def _pages(model: K2, drafter: Drafter, case: RoundCase, repeats: int) -> tuple[KvPool, Tensor]:
     """KV pages with random values, and each row's page table, int32 [B, pages]."""
     depth, config = case.depth, model.config
     each = -(-case.reach(repeats) // PAGE_TOKENS)
@@ -247,7 +212,7 @@ class _Rows:
         tables: Tensor,
         repeats: int,
         recorder: Recorder,
-        drafter: Eagle3 | None,
+        drafter: Drafter | None,
     ) -> None:
         depth, self._rows = case.depth, case.depth.rows
         self._k = case.k if drafter is not None else 0

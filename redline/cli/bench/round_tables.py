@@ -14,8 +14,9 @@ from rich.table import Table
 
 from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import RoundRecord, append, round_record
+from redline.bench.step.drafters import EAGLE3_MLA, drafter_weights, left_out, public_drafter
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
-from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
+from redline.bench.step.rounds import RoundCase, RoundTiming, measure_round, random_drafter
 from redline.bench.step.trace import draw
 from redline.cli.bench.step_tables import (
     READ_BYTES,
@@ -32,28 +33,27 @@ from redline.errors import ConfigError
 from redline.kernels.cuda.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.kernels.group import Group
 from redline.messages.base import Record
-from redline.model.eagle3.config import Eagle3Config
-from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.shard import left_out
+from redline.model.block.config import BlockConfig
+from redline.model.drafter import Drafter
 from redline.model.k2.cpu import K2
 from redline.model.k2.cuda import most_decoded
 from redline.model.k2.random_weights import random_k2
 from redline.ops.op import PeakRates
-from redline.policy.synthetic import GOLDEN, rates_of, read_acceptance
+from redline.policy.synthetic import GOLDEN, GOLDEN_BLOCK, GOLDEN_BLOCK_DRAFTS, rates_of, read_acceptance
 from redline.progress import Working
 from redline.worker.config import HEAD_BITS
 from redline.worker.engine import free_memory, pick_device
 
-EAGLE3_MLA = "eagle3-mla"
 GOLDEN_NAME = "golden"
+CHAIN_DRAFTS, BLOCK_DRAFTS = (1, 2, 3, 4), (3, 5, 7)  # draft tokens per round, by default
 
 
 class RoundsConfig(Record, frozen=True):
     """Configuration of `redline bench decode --draft-shape`, which measures each batch x k x context."""
 
     step: DepthConfig  # its `tokens` is set to 1 + k
-    draft_shape: str
-    k: tuple[int, ...] = (1, 2, 3, 4)  # draft tokens per round
+    draft_shape: str  # of `drafters.DRAFT_SHAPES`
+    k: tuple[int, ...] = ()  # draft tokens per round; empty: CHAIN_DRAFTS or BLOCK_DRAFTS
     draft_head_bits: int = 16  # bits per weight of the drafter's head: 16 or 8
     accept: str = GOLDEN_NAME  # mean tokens per round by k; or, for one k, a length or rates (`policy.synthetic`)
 
@@ -79,38 +79,48 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
 
     Raises ConfigError, before anything is built.
     """
-    if config.draft_shape != EAGLE3_MLA:
-        raise ConfigError(f"draft-shape is {config.draft_shape!r}; expected {EAGLE3_MLA}")
     if config.draft_head_bits not in HEAD_BITS:
         raise ConfigError(f"draft-head-bits is {config.draft_head_bits}; expected 16 or 8")
     found: list[RoundCase] = []
-    for context, rows, k in itertools.product(config.step.context, config.step.batch, config.k):
+    drafts = config.k or (CHAIN_DRAFTS if config.draft_shape == EAGLE3_MLA else BLOCK_DRAFTS)
+    for context, rows, k in itertools.product(config.step.context, config.step.batch, drafts):
         asked = msgspec.structs.replace(config.step, context=(context,), batch=(rows,), tokens=(1 + k,))
         (depth,) = cases(asked, forced=forced)
-        if rows > MOST_ROWS or k > MOST_DRAFTS:
+        drafter = public_drafter(config.draft_shape, depth.config)
+        most, block = MOST_DRAFTS, isinstance(drafter, BlockConfig)
+        if isinstance(drafter, BlockConfig):
+            most = min(most, drafter.drafts)
+            if config.draft_head_bits != 16:
+                raise ConfigError(f"draft-head-bits is {config.draft_head_bits}; {drafter.kind} has a head in 16 bits")
+        if rows > MOST_ROWS or k > most:
             raise ConfigError(
-                f"{rows} rows with --k {k}: a round has at most {MOST_ROWS} rows and {MOST_DRAFTS} draft tokens"
+                f"{rows} rows with --k {k}: a round of {config.draft_shape} has at most {MOST_ROWS} rows and {most} "
+                "draft tokens"
             )
         if forced and rows * depth.tokens > most_decoded(depth.config, depth.ranks):
             raise ConfigError(
                 f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; a CUDA graph contains the decode "
                 f"kernels, which take at most {most_decoded(depth.config, depth.ranks)} for {depth.shape}"
             )
-        drafter, rates = Eagle3Config.for_target(depth.config), _rates(config, k)
+        rates = _rates(config, k, len(drafts), block=block)
         found.append(RoundCase(depth=depth, drafter=drafter, rates=rates, head_bits=config.draft_head_bits))
     return found
 
 
-def _rates(config: RoundsConfig, k: int) -> tuple[float, ...]:
+def _rates(config: RoundsConfig, k: int, cases: int, *, block: bool) -> tuple[float, ...]:
     if config.accept == GOLDEN_NAME:
-        if k > len(GOLDEN):
-            raise ConfigError(
-                f"accept is golden, which covers --k 1 to {len(GOLDEN)}; give an acceptance length for {k}"
-            )
-        return rates_of(GOLDEN[k - 1], k, "accept")
-    if len(config.k) != 1:
-        raise ConfigError(f"accept is {config.accept}, which needs one --k, but {len(config.k)} were given; use golden")
+        most = GOLDEN_BLOCK_DRAFTS if block else len(GOLDEN)
+        if k > most:
+            raise ConfigError(f"accept is golden, which covers --k 1 to {most}; give an acceptance length for {k}")
+        return rates_of(_golden_block(k) if block else GOLDEN[k - 1], k, "accept")
+    if cases != 1:
+        raise ConfigError(f"accept is {config.accept}, which needs one --k, but {cases} were given; use golden")
     return rates_of(read_acceptance(config.accept, "accept"), k, "accept")
+
+
+def _golden_block(k: int) -> float:
+    """Mean tokens per round with the published acceptance of a block's first k drafts."""
+    return sum(GOLDEN_BLOCK**drafts for drafts in range(k + 1))
 
 
 def _bench_rounds(
@@ -154,7 +164,7 @@ def _memory(case: RoundCase, repeats: int) -> DepthMemory:
     return DepthMemory(case.depth, 2 * numbers, grows)
 
 
-def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Eagle3]:
+def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Drafter]:
     """The target and the drafter of all cases, which differ only in rows, tokens and context."""
     most = max(case.depth.rows * case.depth.tokens for case in measured)
     first = measured[0]
@@ -180,9 +190,10 @@ def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
         return
     append(save, record)
     if timing.trace is not None and find_spec("matplotlib") is not None:
-        case = f"{record.rows} rows, k {record.k}, routing {record.routing}, head in {record.draft_head_bits} bits"
+        bits, routing = record.draft_head_bits, record.routing
+        case = f"{record.drafter}, {record.rows} rows, k {record.k}, routing {routing}, head in {bits} bits"
         what = f"{record.shape} on {record.gpu}: {case}, {record.ms:.2f} ms per round, idle {record.idle_share:.1%}"
-        name = f"{record.rows}-rows-k{record.k}-{record.routing.replace(' ', '-')}-{record.draft_head_bits}-bits"
+        name = f"{record.drafter}-{record.rows}-rows-k{record.k}-{routing.replace(' ', '-')}-{bits}-bits"
         draw(timing.trace, record.ms, what, save.with_name(f"{save.stem}-{name}.png"))
 
 
@@ -191,7 +202,7 @@ def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Peak
     first = records[0]
     table = Table(
         title=f"rounds, {first.shape} on {machine.name}: {first.layers} layers, {first.kv_dtype} pages, "
-        f"routing {first.routing}, drafter's head in {first.draft_head_bits} bits",
+        f"routing {first.routing}, {first.drafter} with its head in {first.draft_head_bits} bits",
         caption=f"floor: {machine.bytes_per_s / 1e9:.1f} GB/s or {machine.flops_per_s / 1e12:.2f} TFLOP/s, the larger "
         "(both measured in this run); none: ms of a step without drafts; x: speedup in tokens/s over it; host: ms to "
         "enqueue a round's copies and CUDA graphs",

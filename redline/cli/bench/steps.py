@@ -61,12 +61,15 @@ class DecodeFlags(Record, frozen=True):
         str | None,
         Meta(
             description="With --shape: measure rounds of speculative decoding with a drafter of this architecture, in "
-            "its public size. A round verifies 1 + K tokens per row and drafts K more."
+            "its public size. A round verifies 1 + K tokens per row and drafts K more: a chain in K passes, a block "
+            "(dflash, dspark) in one."
         ),
-        Flag(metavar="eagle3-mla"),
+        Flag(metavar="eagle3-mla|dflash|dspark"),
     ] = None
     k: Annotated[
-        tuple[AtLeast1, ...], Meta(description="Draft tokens per round (repeatable). Default: 1 to 4."), Flag("--k")
+        tuple[AtLeast1, ...],
+        Meta(description="Draft tokens per round (repeatable). Default: 1 to 4; blocks: 3, 5, 7."),
+        Flag("--k"),
     ] = ()
     draft_head_bits: Annotated[
         int | None,
@@ -76,8 +79,9 @@ class DecodeFlags(Record, frozen=True):
     accept: Annotated[
         str | None,
         Meta(
-            description="Mean tokens per row and round. golden: 1.83, 2.43, 2.88, 3.24, 3.46 with 1 to 5 draft tokens. "
-            "Or, for one --k, an acceptance length such as 2.88, or rates such as 0.83,0.6,0.45. Default: golden."
+            description="Mean tokens per row and round. golden: 1.83, 2.43, 2.88, 3.24, 3.46 with 1 to 5 draft tokens; "
+            "of a block 3.33, 4.43, 5.30 with 3, 5, 7 (0.878 for each draft, as z-lab/Kimi-K2.5-DFlash on GSM8K). Or, "
+            "for one --k, an acceptance length such as 2.88, or rates such as 0.83,0.6,0.45. Default: golden."
         ),
         Flag(metavar="golden|LENGTH|RATES"),
     ] = None
@@ -135,7 +139,7 @@ def bench_decode(flags: DecodeFlags) -> int:
         raise ConfigError("--tokens and --draft-shape: a round has 1 + K tokens per row; give --k")
     if rounds and not flags.draft_shape:
         name = next(iter(rounds)).replace("_", "-")
-        raise ConfigError(f"--{name} applies to rounds; add --draft-shape, such as eagle3-mla")
+        raise ConfigError(f"--{name} applies to rounds; add --draft-shape, such as eagle3-mla or dflash")
     step = flags.given(*(name for name in _OF_A_SHAPE if name not in _OF_ROUNDS), "batch", "context", "repeats", "save")
     config = DepthConfig(shape=flags.shape, kv_dtype=flags.kv_dtype, **step)
     if rounds:

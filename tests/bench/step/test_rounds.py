@@ -11,32 +11,35 @@ from redline.bench.step import rounds
 from redline.bench.step.depth import DepthCase
 from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
+from redline.bench.step.drafters import DRAFT_SHAPES, draft_costs, drafter_weights, left_out, public_drafter, total
 from redline.bench.step.rounds import (
     RoundCase,
     RoundTiming,
     _pages,
     _Rows,
-    drafter_weights,
     floors,
     measure_round,
     random_drafter,
 )
 from redline.bench.step.trace import BusyInterval, idle_share, joined
 from redline.errors import ConfigError
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
+from redline.model.drafter import Drafter
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
 from redline.model.k2.random_weights import ForcedK2, forced_k2, random_k2
 from redline.model.k2.shapes import KIMI_K26
-from redline.ops.op import PeakRates
+from redline.ops.op import Cost, PeakRates
 from redline.policy.synthetic import rates_of
 from redline.run.graphs.graph_recorder import Recorder
 from tests.bench.step.test_depth import H200, depth
 from tests.bench.step.test_depth_gpu import CONFIG as TILED
+from tests.emulator.emulator import emulation
 from tests.tiny_model import CPU, kernel_config
 
-Models = tuple[K2, Eagle3]
+Models = tuple[K2, Drafter]
 
 
 def round_case(config: Any, k: int = 3, length: float = 2.4, **changes: Any) -> RoundCase:
@@ -46,6 +49,10 @@ def round_case(config: Any, k: int = 3, length: float = 2.4, **changes: Any) -> 
 
 def kimi(k: int, **changes: Any) -> RoundCase:
     return round_case(KIMI_K26, k, 1.5, **{"rows": 1, "context": 0, **changes})
+
+
+def cost(case: RoundCase) -> Cost:
+    return total(draft_costs(case.drafter, case.depth, head_bits=case.head_bits, whole=case.whole))
 
 
 def on_a_cpu(case: RoundCase) -> Models:
@@ -65,34 +72,68 @@ def forced_on_a_cpu(case: RoundCase) -> Models:
 
 @pytest.mark.parametrize(("k", "gigabytes"), [(1, 3.68), (2, 7.06), (3, 10.43)])
 def test_kimis_drafter_reads_what_the_public_one_does(k: int, gigabytes: float):
-    assert kimi(k).draft_cost(k).bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    assert cost(kimi(k)).bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_rank_reads_its_part_of_the_drafter_and_every_row_of_its_context(ranks: int):
     one, each = kimi(2, context=1024), kimi(2, context=1024, ranks=ranks)
-    assert one.draft_cost(2).bytes - each.draft_cost(2).bytes == 2 * 2 * left_out(one.drafter, ranks)
+    assert cost(one).bytes - cost(each).bytes == 2 * 2 * left_out(one.drafter, ranks)
     measured = replace(each, whole=True)
     head = 163_840 * 7168
-    assert one.draft_cost(2).bytes - measured.draft_cost(2).bytes == 2 * 2 * (head - head // ranks)
-    assert each.draft_cost(2).flops < measured.draft_cost(2).flops < one.draft_cost(2).flops
+    assert cost(one).bytes - cost(measured).bytes == 2 * 2 * (head - head // ranks)
+    assert cost(each).flops < cost(measured).flops < cost(one).flops
 
 
 def test_a_drafter_that_ranks_cannot_share_is_read_whole_but_for_its_head():
     one, each = kimi(2), kimi(2, ranks=8)
     odd = {"drafter": replace(one.drafter, num_attention_heads=12, num_key_value_heads=12)}
-    assert replace(each, **odd).draft_cost(2) == replace(each, whole=True, **odd).draft_cost(2)
+    assert cost(replace(each, **odd)) == cost(replace(each, whole=True, **odd))
 
 
 def test_a_head_in_8_bits_is_half_of_its_bytes_less_its_scales():
     whole, rounded = kimi(2), replace(kimi(2), head_bits=8)
-    assert whole.draft_cost(2).bytes - rounded.draft_cost(2).bytes == 2 * 163_840 * (7168 - 4)
-    assert whole.draft_cost(2).flops == rounded.draft_cost(2).flops
+    assert cost(whole).bytes - cost(rounded).bytes == 2 * 163_840 * (7168 - 4)
+    assert cost(whole).flops == cost(rounded).flops
 
 
-def test_a_drafters_weights_are_its_matrices():
-    config = Eagle3Config.for_target(kernel_config())
-    assert drafter_weights(config) == sum(one.numel() for one in Eagle3(config).parameters() if one.dim() > 1)
+@pytest.mark.parametrize("shape", DRAFT_SHAPES)
+def test_a_drafters_weights_are_its_matrices(shape: str):
+    config = public_drafter(shape, kernel_config())
+    drafter = BlockDrafter(config) if isinstance(config, BlockConfig) else Eagle3(config)
+    matrices = {name: one.numel() for name, one in drafter.named_parameters() if one.dim() > 1}
+    matrices.pop("confidence_head.proj.weight", None)  # one row
+    assert drafter_weights(config) == sum(matrices.values())
+
+
+def block_round(shape: str, target: Any = KIMI_K26, k: int = 7, **changes: Any) -> RoundCase:
+    of: DepthCase = depth(target, **{"tokens": 1 + k, "context": 70, "rows": 2, **changes})
+    return RoundCase(depth=of, drafter=public_drafter(shape, of.config), rates=rates_of(1.7, k, "accept"))
+
+
+def test_kimis_block_drafters_have_the_public_sizes():
+    dflash, dspark = (public_drafter(shape, KIMI_K26) for shape in ("dflash", "dspark"))
+    assert isinstance(dflash, BlockConfig)
+    assert (dflash.num_attention_heads, dflash.num_key_value_heads, dflash.head_dim) == (64, 8, 128)
+    assert (dflash.intermediate_size, dflash.mask_token_id, dflash.drafts) == (18_432, 163_838, 7)
+    assert drafter_weights(dflash) / 1e9 == pytest.approx(3.48, abs=0.01)
+    assert isinstance(dspark, BlockConfig)
+    assert (dspark.num_attention_heads, dspark.markov_rank, dspark.confidence) == (56, 256, "hidden and token")
+    with pytest.raises(ConfigError, match="draft-shape is 'eagle'; expected eagle3-mla, dflash or dspark"):
+        public_drafter("eagle", KIMI_K26)
+
+
+def test_a_block_is_read_once_and_its_bias_for_every_draft():
+    """Ranks divide nothing of it but the target's head."""
+    head = 2 * 163_840 * 7168
+    few, many = (cost(block_round("dflash", k=k, context=0)) for k in (3, 7))
+    assert few.bytes == many.bytes == 2 * drafter_weights(block_round("dflash").drafter) + head
+    few, many = (cost(block_round("dspark", k=k, context=0)) for k in (3, 7))
+    assert many.bytes - few.bytes == 4 * 2 * 163_840 * 256
+    two = cost(block_round("dspark", k=7, context=0, ranks=2))
+    assert many.bytes - two.bytes == head // 2
+    behind = cost(block_round("dspark", k=7, context=1000))
+    assert behind.bytes - many.bytes == 2 * 1000 * 3 * 2 * 8 * 128 * 2
 
 
 def test_the_floor_of_a_round_is_that_of_its_parts():
@@ -100,7 +141,7 @@ def test_the_floor_of_a_round_is_that_of_its_parts():
     case = kimi(3, context=1024)
     verify, draft = floors(case, 480.0, slow)
     assert verify == pytest.approx(case.depth.cost(480.0).bytes / 1e6)
-    assert draft == pytest.approx(case.draft_cost(3).bytes / 1e6)
+    assert draft == pytest.approx(cost(case).bytes / 1e6)
     assert draft > floors(kimi(3), 480.0, slow)[1], "the drafter's context is read too"
 
 
@@ -128,6 +169,21 @@ def test_rounds_on_a_cpu_verify_all_drafts_and_accept_as_they_are_told(k: int):
     assert timing.baseline_ms > 0
     assert timing.p10_ms <= timing.ms <= timing.p90_ms
     assert timing.idle_share is None
+
+
+@pytest.mark.parametrize("shape", ["dflash", "dspark"])
+def test_rounds_of_a_block_verify_all_of_its_drafts(shape: str, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU, and with the GPU's model, whose kernels' references are slow."""
+    case = block_round(shape, kernel_config(), 3)
+    timing = measure_round(*on_a_cpu(case), case, repeats=12)
+    assert timing.tokens == pytest.approx(1.7, abs=0.35)
+    assert 0 < timing.draft_ms < timing.ms
+    record = round_record(case, timing, H200)
+    assert (record.drafter, record.ops[1].launches) == (shape, 1)
+    monkeypatch.setattr(rounds, "WARM_UP", 0)
+    case = replace(block_round(shape, TILED, 2, rows=1, physical=2, overlap=1.0), rates=(1.0, 1.0))
+    with emulation():
+        assert measure_round(*forced_on_a_cpu(case), case, repeats=2).tokens == 3.0
 
 
 def test_rounds_of_the_gpus_model_read_the_experts_that_were_drawn(monkeypatch: pytest.MonkeyPatch):

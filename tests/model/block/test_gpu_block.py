@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.bench.step.drafters import public_drafter
 from redline.errors import CheckpointError
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cuda.decode import gqa
@@ -23,6 +24,7 @@ from redline.model.block.cuda import GpuServedBlock, check
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows, ServedBlock
 from redline.model.k2.cpu import K2
+from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.write import tiny_config
 from tests.emulator.emulator import emulation
 from tests.tiny_model import CPU
@@ -40,6 +42,9 @@ CONFIGS = {
         TARGET, kind="dflash", layer_ids=(3,), mask_token_id=9, num_hidden_layers=1, head_dim=40, block_size=3
     ),
 }
+KIMI = replace(KIMI_K26, vocab_size=4096)
+if DEVICE.type == "cuda":  # too large for an interpreter
+    CONFIGS["kimi"] = replace(public_drafter("dspark", KIMI), num_hidden_layers=1, windows=(None,))
 STARTS = 70, 5  # positions of the anchors; the first slot continues in its second page
 SPARE = 4
 
@@ -52,18 +57,19 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request: pytest.FixtureRequest) -> Pair:
     torch.manual_seed(3)
-    drafter = BlockDrafter(CONFIGS[request.param])
+    config = CONFIGS[request.param]
+    drafter, target = BlockDrafter(config), KIMI if config.hidden_size == KIMI.hidden_size else TARGET
     with torch.no_grad():
         for parameter in drafter.parameters():
             spread = torch.randn_like(parameter)
             parameter.copy_(1 + 0.2 * spread if parameter.dim() == 1 else spread * parameter.shape[1] ** -0.5)
     if drafter.token_ids() is not None:
-        drafter.keep(torch.randperm(TARGET.vocab_size)[: len(drafter.d2t)])
-    embedding, head = torch.randn(2, TARGET.vocab_size, TARGET.hidden_size).to(torch.bfloat16)
+        drafter.keep(torch.randperm(target.vocab_size)[: len(drafter.d2t)])
+    embedding, head = torch.randn(2, target.vocab_size, target.hidden_size).to(torch.bfloat16)
     both = drafter, copy.deepcopy(drafter)
     for each, device, laid_out in zip(both, (DEVICE, CPU), (Tiled, Matrix), strict=True):
-        norm = torch.ones(TARGET.hidden_size, device=device)
-        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))))
+        norm = torch.ones(target.hidden_size, device=device)
+        each.prepare(K2(target, embedding.to(device), (), norm, laid_out.prepare(head.to(device))))
     ours, theirs = (each.served for each in both)
     assert isinstance(ours, GpuServedBlock)
     assert isinstance(theirs, ServedBlock)
