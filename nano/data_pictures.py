@@ -11,11 +11,11 @@ depends on nothing but the picture.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import cos, pi, sin
 from typing import Any, NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
+from nano.canvas import Canvas, Thing
 from nano.sample import Split
 from nano.wordings import INSTANT, casual, reserved, wordings
 
@@ -23,7 +23,6 @@ COLOURS = {
     "red": (214, 40, 40), "green": (44, 160, 60), "blue": (36, 80, 210), "yellow": (245, 210, 40),
     "black": (20, 20, 20), "orange": (245, 130, 30), "purple": (130, 60, 170), "pink": (245, 130, 180),
 }  # fmt: skip
-GROUNDS = ((255, 255, 255), (244, 244, 240), (232, 238, 246), (224, 224, 224), (250, 243, 224))
 SHAPES = ("circle", "square", "triangle", "star")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 WORDS = tuple(
@@ -160,22 +159,30 @@ class Drawing:
     thinking: bool = True
 
 
-class _Thing(NamedTuple):
-    """A shape on a canvas: its centre and half of its size, in pixels."""
-
-    shape: str
-    colour: str
-    x: float
-    y: float
-    half: float
-
-
-def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int]) -> Drawing:
-    """One of this kind; pictures have `size` in pixels, width and height."""
-    made = _MADE[kind](rng, split, size)
+def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int], *, plain: bool = False) -> Drawing:
+    """One of this kind; pictures have `size` in pixels, width and height. plain: as in `Canvas`."""
+    made = _MADE[kind](rng, split, Sheet(size, plain))
     question = casual(rng, ASKED[kind].pick(rng, split).format(**made.names))
     thinking = split != "train" or rng.random() >= INSTANT
     return Drawing(kind, made.pictures, made.captions, question, made.reasoning, made.answer, thinking)
+
+
+class Sheet(NamedTuple):
+    """What a drawing is drawn on: width and height in pixels, and whether it is plain."""
+
+    size: tuple[int, int]
+    plain: bool
+
+    def canvas(self, rng: random.Random) -> Canvas:
+        """A new canvas."""
+        return Canvas(rng, self.size, plain=self.plain)
+
+    def drawn(self, rng: random.Random, things: list[Thing]) -> Image.Image:
+        """A picture of these things."""
+        canvas = self.canvas(rng)
+        for thing in things:
+            canvas.put(thing, _tinted(rng, thing.colour))
+        return canvas.picture()
 
 
 class _Made(NamedTuple):
@@ -186,49 +193,20 @@ class _Made(NamedTuple):
     names: dict[str, Any]
 
 
-def _canvas(rng: random.Random, size: tuple[int, int]) -> Image.Image:
-    return Image.new("RGB", size, rng.choice(GROUNDS))
-
-
 def _tinted(rng: random.Random, colour: str) -> tuple[int, ...]:
-    """The colour, a little lighter or darker."""
+    """The colour, a little lighter or darker, and a little off."""
     shift = rng.randint(-18, 18)
-    return tuple(min(255, max(0, value + shift)) for value in COLOURS[colour])
+    return tuple(min(255, max(0, value + shift + rng.randint(-10, 10))) for value in COLOURS[colour])
 
 
-def put(image: Image.Image, thing: _Thing, fill: tuple[int, ...]) -> None:
-    """Draws a shape."""
-    pen, (_, _, x, y, h) = ImageDraw.Draw(image), thing
-    match thing.shape:
-        case "circle":
-            pen.ellipse((x - h, y - h, x + h, y + h), fill=fill)
-        case "square":
-            pen.rectangle((x - h, y - h, x + h, y + h), fill=fill)
-        case "triangle":
-            pen.polygon([(x, y - h), (x - h, y + h), (x + h, y + h)], fill=fill)
-        case _:
-            inner = 0.42 * h
-            points = [
-                (x + (h, inner)[k % 2] * sin(k * pi / 5), y - (h, inner)[k % 2] * cos(k * pi / 5)) for k in range(10)
-            ]
-            pen.polygon(points, fill=fill)
-
-
-def _placed(rng: random.Random, shape: str, colour: str, size: tuple[int, int], share: tuple[float, float]) -> _Thing:
+def _placed(rng: random.Random, shape: str, colour: str, size: tuple[int, int], share: tuple[float, float]) -> Thing:
     """A shape that fits on the canvas. share: of the shorter side that its size is, least and most."""
     half = min(size) * rng.uniform(*share) / 2
     x, y = (rng.uniform(half + 2, side - half - 2) for side in size)
-    return _Thing(shape, colour, x, y, half)
+    return Thing(shape, colour, x, y, half)
 
 
-def _drawn(rng: random.Random, size: tuple[int, int], things: list[_Thing]) -> Image.Image:
-    image = _canvas(rng, size)
-    for thing in things:
-        put(image, thing, _tinted(rng, thing.colour))
-    return image
-
-
-def _caption(size: tuple[int, int], things: list[_Thing]) -> list[str]:
+def _caption(size: tuple[int, int], things: list[Thing]) -> list[str]:
     """How many there are; of up to three the colour, the shape and the place of each; and the shape of the largest."""
     said = [NUMBERS[len(things)]]
     if len(things) > 3:
@@ -241,20 +219,22 @@ def _caption(size: tuple[int, int], things: list[_Thing]) -> list[str]:
     return said
 
 
-def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] = (0.3, 0.85)) -> _Thing:
+def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] = (0.3, 0.85)) -> Thing:
     return _placed(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), size, share)
 
 
-def _shape(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
-    thing = _one(rng, size)
+def _shape(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
+    thing = _one(rng, sheet.size)
     reasoning = f"The shape is a {thing.shape}."
-    return _Made([_drawn(rng, size, [thing])], [_caption(size, [thing])], reasoning, thing.shape, {})
+    return _Made([sheet.drawn(rng, [thing])], [_caption(sheet.size, [thing])], reasoning, thing.shape, {})
 
 
-def _colour(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
-    thing = _one(rng, size)
+def _colour(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
+    thing = _one(rng, sheet.size)
     reasoning = f"The {thing.shape} is {thing.colour}."
-    return _Made([_drawn(rng, size, [thing])], [_caption(size, [thing])], reasoning, thing.colour, {"s": thing.shape})
+    return _Made(
+        [sheet.drawn(rng, [thing])], [_caption(sheet.size, [thing])], reasoning, thing.colour, {"s": thing.shape}
+    )
 
 
 def _apart(
@@ -275,50 +255,54 @@ def _apart(
     return found
 
 
-def _count(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+def _count(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     shape, number = rng.choice(SHAPES), rng.randint(1, 6)
     one_colour = rng.choice(list(COLOURS)) if rng.random() < 0.6 else None
     things = [
-        _Thing(shape, one_colour or rng.choice(list(COLOURS)), *place)
-        for place in _apart(rng, size, number, (0.14, 0.26))
+        Thing(shape, one_colour or rng.choice(list(COLOURS)), *place)
+        for place in _apart(rng, sheet.size, number, (0.14, 0.26))
     ]
     answer = NUMBERS[number]
     return _Made(
-        [_drawn(rng, size, things)], [_caption(size, things)], f"The {shape}s: {answer}.", answer, {"s": shape}
+        [sheet.drawn(rng, things)], [_caption(sheet.size, things)], f"The {shape}s: {answer}.", answer, {"s": shape}
     )
 
 
-def _place(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+def _place(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     """One to three shapes in different corners; the question is about one of them."""
-    width, height = size
+    (width, height), size = sheet.size, sheet.size
     corners = rng.sample(range(4), rng.randint(1, 3))
     kinds = rng.sample([(shape, colour) for shape in SHAPES for colour in COLOURS], len(corners))
-    things: list[_Thing] = []
+    things: list[Thing] = []
     for corner, (shape, colour) in zip(corners, kinds, strict=True):
         half = min(size) * rng.uniform(0.14, 0.36) / 2
         x = rng.uniform(half + 2, width / 2 - half - 2) + (width / 2 if corner % 2 else 0)
         y = rng.uniform(half + 2, height / 2 - half - 2) + (height / 2 if corner > 1 else 0)
-        things.append(_Thing(shape, colour, x, y, half))
+        things.append(Thing(shape, colour, x, y, half))
     asked = things[0]
     answer = CORNERS[corners[0]]
     reasoning = f"The {asked.colour} {asked.shape} {answer}."
     return _Made(
-        [_drawn(rng, size, things)], [_caption(size, things)], reasoning, answer, {"c": asked.colour, "s": asked.shape}
+        [sheet.drawn(rng, things)],
+        [_caption(sheet.size, things)],
+        reasoning,
+        answer,
+        {"c": asked.colour, "s": asked.shape},
     )
 
 
-def _size(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+def _size(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     first, second = rng.sample(SHAPES, 2)
     small = rng.uniform(0.14, 0.26)
     large = small * rng.uniform(1.5, 2.2)
-    side = rng.random() < 0.5
-    things: list[_Thing] = []
+    side, size = rng.random() < 0.5, sheet.size
+    things: list[Thing] = []
     for shape, share, left in ((first, large, side), (second, small, not side)):
         half = min(size) * share / 2
         x = rng.uniform(half + 2, size[0] / 2 - half) + (0 if left else size[0] / 2 - 2)
-        things.append(_Thing(shape, rng.choice(list(COLOURS)), x, rng.uniform(half + 2, size[1] - half - 2), half))
+        things.append(Thing(shape, rng.choice(list(COLOURS)), x, rng.uniform(half + 2, size[1] - half - 2), half))
     reasoning = f"The {first} is larger."
-    return _Made([_drawn(rng, size, things)], [_caption(size, things)], reasoning, first, {})
+    return _Made([sheet.drawn(rng, things)], [_caption(sheet.size, things)], reasoning, first, {})
 
 
 def _text_of(rng: random.Random, split: Split) -> str:
@@ -333,23 +317,20 @@ def _text_of(rng: random.Random, split: Split) -> str:
             return text
 
 
-def _word(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
-    text, image = _text_of(rng, split), _canvas(rng, size)
-    points = rng.randint(22, 44)
-    font = ImageFont.load_default(points)
-    pen = ImageDraw.Draw(image)
-    left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
-    while right - left > size[0] - 8:
-        points -= 2
-        font = ImageFont.load_default(points)
-        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
-    x = rng.uniform(4, size[0] - (right - left) - 4) - left
-    y = rng.uniform(4, max(5, size[1] - (bottom - top) - 4)) - top
-    pen.text((x, y), text, font=font, fill=_tinted(rng, rng.choice(["black", "black", "blue", "red", "green"])))
-    return _Made([image], [[QUOTE, *text, QUOTE]], f'It says "{text}".', text, {})
+def _word(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
+    text, canvas, (width, height) = _text_of(rng, split), sheet.canvas(rng), sheet.size
+    points = rng.uniform(22, 44)
+    left, top, right, bottom = canvas.text_size(text, points)
+    if right - left > width - 8:
+        points *= (width - 8) / (right - left) * 0.98
+        left, top, right, bottom = canvas.text_size(text, points)
+    x = rng.uniform(4, max(5, width - (right - left) - 4)) - left
+    y = rng.uniform(4, max(5, height - (bottom - top) - 4)) - top
+    canvas.text((x, y), text, points, _tinted(rng, rng.choice(["black", "black", "blue", "red", "green"])))
+    return _Made([canvas.picture()], [[QUOTE, *text, QUOTE]], f'It says "{text}".', text, {})
 
 
-def _bars(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+def _bars(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     count = rng.randint(2, 4)
     colours = rng.sample(list(COLOURS), count)
     while True:
@@ -357,23 +338,22 @@ def _bars(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
         high, next_high = sorted(heights, reverse=True)[:2]
         if high - next_high > 0.1:
             break
-    image = _canvas(rng, size)
-    pen, (width, height) = ImageDraw.Draw(image), size
+    canvas, (width, height) = sheet.canvas(rng), sheet.size
     room = width / count
     for place, (colour, share) in enumerate(zip(colours, heights, strict=True)):
         left = place * room + room * rng.uniform(0.12, 0.22)
         right = (place + 1) * room - room * rng.uniform(0.12, 0.22)
-        pen.rectangle((left, height - 6 - share * (height - 12), right, height - 6), fill=_tinted(rng, colour))
+        canvas.bar((left, height - 6 - share * (height - 12), right, height - 6), _tinted(rng, colour))
     if rng.random() < 0.7:
-        pen.line((0, height - 5, width, height - 5), fill=COLOURS["black"], width=2)
+        canvas.bar((0, height - 6, width, height - 4), rng.choice((COLOURS["black"], (120, 120, 120))))
     answer = colours[heights.index(high)]
-    return _Made([image], [[BAR, answer]], f"The {answer} bar is the tallest.", answer, {})
+    return _Made([canvas.picture()], [[BAR, answer]], f"The {answer} bar is the tallest.", answer, {})
 
 
-def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
+def _two(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     kinds = rng.sample([(shape, colour) for shape in SHAPES for colour in COLOURS], 2)
-    things = [[_placed(rng, *kind, size, (0.3, 0.8))] for kind in kinds]
-    pictures, captions = [_drawn(rng, size, one) for one in things], [_caption(size, one) for one in things]
+    things = [[_placed(rng, *kind, sheet.size, (0.3, 0.8))] for kind in kinds]
+    pictures, captions = [sheet.drawn(rng, one) for one in things], [_caption(sheet.size, one) for one in things]
     place = rng.randrange(2)
     shape, colour = kinds[place]
     answer = ORDER[place]
@@ -382,7 +362,7 @@ def _two(rng: random.Random, split: Split, size: tuple[int, int]) -> _Made:
     return _Made(pictures, captions, reasoning, answer, {"c": colour, "s": shape})
 
 
-_MADE: dict[str, Callable[[random.Random, Split, tuple[int, int]], _Made]] = {
+_MADE: dict[str, Callable[[random.Random, Split, Sheet], _Made]] = {
     "shape": _shape, "colour": _colour, "count": _count, "place": _place, "size": _size, "word": _word, "bars": _bars,
     "two": _two,
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Teaches Kimi-Nano to see: trains a vision tower and its projector in front of the text model, which stays as it is.
 
     python -m nano.see --out runs/see --seconds 480            on one GPU
+    python -m nano.see --out runs/more --seconds 480 --start runs/see         goes on from there
     python -m nano.see --out runs/try --seconds 3600 --scale 0.05      on a CPU
 
 Every drawing (`nano.data_pictures`) has a caption of a few words out of a hundred. Training has three parts:
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, multiprocessing
 
 from nano.attention import Layout, layout_of, mixed
@@ -67,8 +68,9 @@ VISION = VisionConfig(
     text_hidden=NANO.hidden_size, token=MEDIA_PLACEHOLDER, projector_eps=1e-5,
 )  # fmt: skip
 RULES = ImageRules()
-SMALL = ((112, 112), (112, 112), (140, 112), (112, 140))  # pixels
-LARGE = ((224, 224), (224, 224), (168, 168), (224, 168), (168, 224), (280, 196))
+SMALL = ((4, 4), (4, 4), (5, 4), (4, 5))  # sizes in tokens of 28 x 28 pixels: width and height
+LARGE = ((8, 8), (8, 8), (6, 6), (8, 6), (6, 8), (9, 7), (10, 7), (12, 8))
+FILLED = 0.3  # share of the drawings that fill their last tokens; of the others a part is padding, which is black
 SAYING = {"place": 2.0, "word": 0.5}  # how often a kind is drawn while words are learnt, where it is not 1
 SEEING = {"word": 3.0, "place": 1.5, "count": 1.5}  # and later
 BATCH = 256  # drawings of a step, of pictures of 224 x 224
@@ -81,6 +83,7 @@ SPREAD = 7.0  # of nano's embeddings: the root mean square of a number, which th
 FILL_WEIGHT = 0.1  # of a place of a picture behind its caption, in the tower's loss
 SHARPNESS = 16.0  # of the choice between words by their distance
 SPLITS: tuple[Split, ...] = ("values", "families")
+STATE = "training.safetensors"  # in OUT: the tower in float32, and the words of captions
 EVALUATED = 128  # drawings of a kind and split
 
 
@@ -105,8 +108,10 @@ class Batch(NamedTuple):
 
 
 def batch_of(tokenizer: Tokenizer, drawings: Sequence[Drawing]) -> Batch:
-    """Drawings whose pictures all have the same size, and of which each has as many."""
-    layout = RULES.layout(*drawings[0].pictures[0].size)
+    """Drawings whose pictures all take as many tokens in each direction, and of which each has as many pictures."""
+    pictures = [picture for one in drawings for picture in one.pictures]
+    layouts = [RULES.layout(*picture.size) for picture in pictures]
+    (layout,) = {each._replace(width=0, height=0) for each in layouts}
     known = Picture(at=0, data=b"", rows=layout.rows, columns=layout.columns)
     lines: list[list[int]] = []
     learnt: list[int] = []
@@ -121,7 +126,7 @@ def batch_of(tokenizer: Tokenizer, drawings: Sequence[Drawing]) -> Batch:
     for row, (line, first) in enumerate(zip(lines, learnt, strict=True)):
         ids[row, : len(line)] = line
         loss[row, first - 1 : len(line) - 1] = 1
-    patches = np.stack([patches_of(picture, layout, RULES) for one in drawings for picture in one.pictures])
+    patches = np.stack([patches_of(picture, own, RULES) for picture, own in zip(pictures, layouts, strict=True)])
     said = np.zeros((len(patches), layout.tokens), np.int64)
     for row, caption in zip(said, (caption for one in drawings for caption in one.captions), strict=True):
         words = [CAPTION_WORDS.index(word) for word in caption][: layout.tokens]
@@ -148,11 +153,18 @@ def batches(seed: int, size: int, kinds: Sequence[str], folder: Path, progress: 
     while True:
         often = SAYING if progress.value < WORDS else SEEING
         weights = [often.get(kind, 1.0) for kind in single]
-        pixels = rng.choice(LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL)
+        across, down = rng.choice(LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL)
         two = "two" in kinds and (not single or rng.random() < 0.2)
-        count = max(1, round(size * 224 * 224 / (pixels[0] * pixels[1]) / (1 + two)))
+        count = max(1, round(size * 64 / (across * down) / (1 + two)))
         chosen = ["two"] * count if two else rng.choices(single, weights, k=count)
-        yield batch_of(tokenizer, [drawing(rng, "train", kind, pixels) for kind in chosen])
+        yield batch_of(tokenizer, [drawing(rng, "train", kind, pixels_of(rng, across, down)) for kind in chosen])
+
+
+def pixels_of(rng: random.Random, across: int, down: int) -> tuple[int, int]:
+    """A width and a height that take so many tokens."""
+    if rng.random() < FILLED:
+        return 28 * across, 28 * down
+    return 28 * across - rng.randrange(28), 28 * down - rng.randrange(28)
 
 
 def _work(queue: Any, progress: Any, *given: Any) -> None:
@@ -220,6 +232,15 @@ class Language(NamedTuple):
     words: Tensor  # [CAPTION_WORDS, D]
     before: Tensor  # [2, CAPTION_WORDS, D]: of the word before, and of that before it
     places: Tensor  # [LONGEST + 1, D]; the last is of all behind
+
+    @classmethod
+    def stored(cls, state: Mapping[str, Tensor], device: torch.device) -> "Language":
+        """From the names and tensors of `named`."""
+        return cls(*(state[f"language.{name}"].to(device).requires_grad_() for name in cls._fields))
+
+    def named(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {f"language.{name}": value for name, value in self._asdict().items()}
 
     @classmethod
     def initial(cls, tokenizer: Tokenizer, embed_VD: Tensor) -> "Language":
@@ -308,7 +329,15 @@ class Run:
     """One training."""
 
     def __init__(
-        self, model: Path, out: Path, seed: int, scale: float, read: float, kinds: Sequence[str], workers: int
+        self,
+        model: Path,
+        out: Path,
+        seed: int,
+        scale: float,
+        read: float,
+        kinds: Sequence[str],
+        workers: int,
+        start: Path | None,
     ) -> None:
         self.model, self.out, self.read, self.kinds = model, out, read, kinds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -319,7 +348,12 @@ class Run:
         self.text, self.bias = {name: value.to(self.device) for name, value in text.items()}, bias.to(self.device)
         self.code = Compiled() if gpu else Compiled(moe_layer=moe_layer_of_few)
         self.language = Language.initial(Tokenizer.open(model), self.text["embed"])
-        self.tower = {name: value.to(self.device).requires_grad_() for name, value in initial_tower(seed).items()}
+        tower, self.first = initial_tower(seed), 0.0
+        if start is not None:
+            stored = load_file(start / STATE)
+            self.language, self.first = Language.stored(stored, self.device), WORDS
+            tower = {name: stored[name] for name in tower}
+        self.tower = {name: value.to(self.device).requires_grad_() for name, value in tower.items()}
         words, *moved = self.language
         groups = [{"params": [words], "weight_decay": 0.0}, {"params": moved, "weight_decay": MOVED_DECAY}]
         self.words_optimizer = torch.optim.AdamW(groups, lr=WORDS_RATE, betas=(0.9, 0.98))
@@ -340,12 +374,13 @@ class Run:
             worker.start()
 
     def train(self, seconds: float) -> None:
-        """Takes steps until `seconds` after the first one began: words first, then looking, then both together."""
+        """Takes steps until `seconds` after the first one began: words first, unless they are known from an earlier
+        training, then looking, then both together."""
         began = shown = time.monotonic()
         seen = steps = 0
-        looking = False
+        looking = self.first > 0
         while (now := time.monotonic()) - began < seconds:
-            self.progress.value = progress = (now - began) / seconds
+            self.progress.value = progress = self.first + (1 - self.first) * (now - began) / seconds
             batch = self.queue.get()
             if progress < WORDS:
                 figures = self.learn_words(batch, schedule(progress / WORDS, WARM))
@@ -432,6 +467,8 @@ class Run:
         for worker in self.workers:
             worker.kill()
         self.export(self.out / "kimi-nano")
+        state = {**self.tower, **self.language.named()}
+        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, self.out / STATE)
         tokenizer, shares = Tokenizer.open(self.model), dict[str, dict[str, dict[str, float]]]()
         for split, kind in itertools.product(SPLITS, self.kinds):
             rng, found = random.Random(f"{split} {kind}"), {"right": list[Tensor](), "told": list[Tensor]()}
@@ -473,6 +510,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="of the drawings of a step")
     parser.add_argument("--read", type=float, default=0.25, help="share of a step's drawings that get answers")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--start", type=Path, metavar="OUT", help="of an earlier training, which goes on")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -484,6 +522,7 @@ def main() -> None:
         arguments.read,
         arguments.kinds,
         arguments.workers,
+        arguments.start,
     )
     run.train(arguments.seconds)
     run.finish()

@@ -2,6 +2,7 @@
 prefix cache and drafts change nothing."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +19,7 @@ __all__ = ["folder"]  # a fixture
 ROUNDING = 0.05  # nats, of bf16 through the tiny model's layers
 
 
-def on_gpu(folder: Path, **config: Any) -> Engine:
+def on_gpu(folder: Path, **config: Any) -> AbstractContextManager[Engine]:
     return opened(folder, device="cuda", kv_dtype="bf16", kv_memory=64_000_000, **config)
 
 

@@ -50,7 +50,7 @@ Answers = list[tuple[int, ...]]
 def opened(device: str = "cuda", **config: object) -> Iterator[Engine]:
     with Engine.open(NANO, EngineConfig(max_model_len=8192, kv_memory=1 << 28, device=device, **config)) as engine:
         yield engine
-        engine.engine.planner.check()  # law 9
+    engine.engine.planner.check()  # law 9, when no step is in flight
 
 
 def prompts() -> list[tuple[int, ...]]:

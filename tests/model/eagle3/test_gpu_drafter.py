@@ -249,11 +249,10 @@ def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytes
         asked.append(len(x))
         return (x.float() @ weight.float()).to(out_dtype)
 
-    most = products.STREAMED
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "mm", product)  # a CPU's product can only return its inputs' type
-        most = 72
-        monkeypatch.setattr(products, "STREAMED", most)
+    most = 72  # fewer than in serving: a slot has two pages here
+    monkeypatch.setattr(products, "STREAMED", most)
     work, positions = Work(drafters.ours.config.kv_width), [range(66), range(most - 65)]
     rows = DraftRows([0] * 66 + [1] * len(positions[1]), [t for each in positions for t in each], [most, 65, 9, 0, 66])
     features = work.bf16(most + 1, 3 * HIDDEN)
