@@ -4,7 +4,7 @@
     python -m nano.evalset --paired 1200 FOLDER        FOLDER/paired.jsonl, for what INT4 costs
 
 The same seed gives the same files on every machine. What keeps them apart from training is the generators' split.
-Recall has files of its own, compressed, since it is long: a few texts with several questions each.
+Recall has files of its own, since it is long: a few texts with several questions each.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
         return
     sets = arguments.folder / "eval"
     for split in SETS:
-        write(sets / f"{split}.jsonl", of_split(split))
+        write(sets / f"{split}.jsonl.gz", of_split(split))
         write(sets / f"{split}.{LONG}.jsonl.gz", long_texts(split))
     write(sets / "hand.jsonl", map(json.loads, HAND.read_text(encoding="utf-8").splitlines()))
     (sets / "targets.json").write_text(json.dumps(TARGETS, indent=1) + "\n")

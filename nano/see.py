@@ -352,7 +352,7 @@ class Run:
         if start is not None:
             stored = load_file(start / STATE)
             self.language, self.first = Language.stored(stored, self.device), WORDS
-            tower = {name: stored[name] for name in tower}
+            tower = {name: stored[name].float() for name in tower}
         self.tower = {name: value.to(self.device).requires_grad_() for name, value in tower.items()}
         words, *moved = self.language
         groups = [{"params": [words], "weight_decay": 0.0}, {"params": moved, "weight_decay": MOVED_DECAY}]
