@@ -180,7 +180,10 @@ class GradeConfig(Record, frozen=True):
     """The settings of `redline eval`."""
 
     folder: ModelFolder
-    sets: Annotated[Path | None, Meta(description="The folder of prompts. Default: FOLDER/eval.")] = None
+    sets: Annotated[
+        Path | None,
+        Meta(description="A folder of prompts, or the name of one in FOLDER/eval: vision. Default: FOLDER/eval."),
+    ] = None
     limit: Annotated[
         AtLeast1 | None,
         Meta(description="Maximum prompts per kind and set; always the same ones. Default: all."),

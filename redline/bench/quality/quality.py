@@ -132,13 +132,16 @@ def grade_all(
     limit: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> EvalReport:
-    """Answers all prompts in `sets` (default: folder/eval) with the checkpoint in `folder`, grades, compares.
+    """Answers all prompts in `sets` with the checkpoint in `folder`, grades, compares.
 
+    sets: a folder, or the name of one in folder/eval; None: folder/eval itself.
     against: the checkpoint to compare with, if any. run_code: runs functions written by the model. limit: maximum
     prompts per kind and set, always the same ones. progress: called with (done, total) answers over both checkpoints.
     Raises ConfigError, before answering, if there are no sets or a check is invalid.
     """
-    place = sets or folder / "eval"
+    place = folder / "eval" if sets is None else sets
+    if not place.is_dir() and (own := folder / "eval" / place).is_dir():
+        place = own
     if sets is None and not place.is_dir():
         raise ConfigError(f"{place}: no evaluation sets; name their folder with --sets, such as SOURCE/eval")
     found, targets = read_sets(place), read_targets(place)

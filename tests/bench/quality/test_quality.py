@@ -151,6 +151,16 @@ def test_a_folder_without_sets_is_told_to_name_them(tmp_path: Path) -> None:
         grade_all(tmp_path, never)
 
 
+def test_sets_may_be_named_within_those_of_the_model(tmp_path: Path) -> None:
+    folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
+    (folder / "eval" / "vision").mkdir()
+    (folder / "eval" / "vision" / "drawn.jsonl").write_text(json.dumps(ask("shape", "2+2", {"number": 4})))
+    [row, _] = grade_all(folder, opener(ours={"2+2": "4"}), sets=Path("vision")).rows
+    assert (row.set, row.kind, row.right) == ("drawn", "shape", 1)
+    [row, _] = grade_all(folder, opener(ours={"1+1": "2"})).rows
+    assert (row.set, row.right) == ("values", 1)
+
+
 def test_a_set_may_lie_in_parts_and_compressed(tmp_path: Path) -> None:
     folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
     line = json.dumps(ask("add", "1+2", {"number": 3})).encode()
