@@ -141,12 +141,25 @@ def test_rounds_of_a_shape_are_measured_said_and_kept(tmp_path: Path):
     for said in ("rounds, kimi-nano", "drafter  ", "tokens/s", "idle", "added to"):
         assert said in done.output
     records = json.loads(result.read_bytes())
-    more = "k accept verify_ms draft_ms baseline_ms tokens_per_s idle_share draft_head_bits"
+    more = "k accept verify_ms draft_ms baseline_ms tokens_per_s idle_share draft_head_bits drafter"
     assert all(set(record) == {*KEYS.split(), *more.split()} for record in records)
     assert [(r["rows"], r["k"], r["tokens_per_row"]) for r in records] == [(1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 3)]
     assert [r["accept"] for r in records] == pytest.approx([1.83, 2.43, 1.83, 2.43])
     for record in records:
         assert record["tokens_per_s"] == pytest.approx(1e3 * record["rows"] * record["accept"] / record["ms"])
+
+
+def test_rounds_of_a_block_have_its_published_acceptance(tmp_path: Path):
+    result = tmp_path / "rounds.json"
+    words = ["bench", "decode", "--shape", "kimi-nano", "--context", "64", "--repeats", "1", "--draft-shape", "dflash"]
+    done = CliRunner().invoke(app, [*words, "--save", str(result)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "dflash with its head in 16 bits" in done.output
+    records = json.loads(result.read_bytes())
+    assert [(record["drafter"], record["k"], record["tokens_per_row"]) for record in records] == [
+        ("dflash", 3, 4), ("dflash", 5, 6), ("dflash", 7, 8),
+    ]  # fmt: skip
+    assert [record["accept"] for record in records] == pytest.approx([3.326, 4.442, 5.302], abs=1e-3)
 
 
 def test_a_stated_length_is_of_one_k(tmp_path: Path):
@@ -161,7 +174,10 @@ def test_a_stated_length_is_of_one_k(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla"),
+        ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla, dflash or dspark"),
+        ("--draft-shape dflash --k 8", "a round of dflash has at most 256 rows and 7 draft tokens"),
+        ("--draft-shape dspark --k 8", "accept is golden, which covers --k 1 to 7"),
+        ("--draft-shape dspark --draft-head-bits 8", "draft-head-bits is 8; dspark has a head in 16 bits"),
         ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, which needs one --k, but 4 were given"),
         ("--draft-shape eagle3-mla --k 6", "golden, which covers --k 1 to 5"),
         (
