@@ -33,8 +33,8 @@ from redline.bench.step.predict import (
 )
 from redline.errors import ConfigError
 from redline.messages.job import PAGE_TOKENS
+from redline.model.draft_shard import left_out
 from redline.model.eagle3.config import Eagle3Config
-from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes

@@ -19,9 +19,8 @@ from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
 from redline.model.block.config import BlockConfig
 from redline.model.block.serve import TOGETHER
+from redline.model.draft_shard import head_ranks, left_out
 from redline.model.drafter import DrafterConfig
-from redline.model.eagle3.config import Eagle3Config
-from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of, rooms_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
@@ -231,8 +230,6 @@ class MemorySizes:
         """Bytes of one rank's part of the drafter's weights."""
         if self.drafter is None:
             return 0
-        if not isinstance(self.drafter, Eagle3Config):  # whole, on every rank
-            return (2 if self.device == "cuda" else 6) * self.drafter_parameters
         ranks = self.ranks if self.gpu_kernels else 1
         numbers = self.drafter_parameters - left_out(self.drafter, ranks)
         # On a CPU: as loaded, in float32, and as the ops use it, in bf16.

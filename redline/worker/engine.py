@@ -468,9 +468,6 @@ def with_drafts(config: EngineConfig, device: torch.device) -> EngineConfig:
     most = block.drafts
     if device.type != "cpu":
         check_block(block, str(Path(drafts.drafter) / "config.json"))
-        _log.warning(
-            "Redline's authors have not run block drafters (%s) on a GPU: watch how many drafts pass", block.kind
-        )
     if drafts.head_bits != 16:
         raise ConfigError(f"engine.speculation.head_bits is {drafts.head_bits}; a block drafter supports 16")
     if drafts.synthetic_acceptance is not None and drafts.tokens is None:

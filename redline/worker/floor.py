@@ -12,8 +12,8 @@ import torch
 from redline.kernels.cpu import native
 from redline.kernels.rates import WORKING_SET_BYTES, product_rate, read_rate
 from redline.model.block.config import BlockConfig
+from redline.model.draft_shard import body_left_out, head_ranks
 from redline.model.drafter import Drafter
-from redline.model.eagle3.shard import body_left_out, head_ranks
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
 from redline.policy.floor import StepContents, StepFloor, StepWork
@@ -67,8 +67,6 @@ def _drafter(drafter: Drafter, ranks: int) -> tuple[int, int]:
     own = (config.draft_vocab_size or 0) * config.hidden_size
     head = own or config.vocab_size * config.hidden_size  # the target's head, if the drafter has none
     body = matrices - own - config.hidden_size * config.fused_width
-    if isinstance(config, BlockConfig):  # whole, on every rank
-        return body, head
     return body - body_left_out(config, ranks), head // head_ranks(config, ranks)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from redline.bench.step.depth import DepthCase
 from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig
+from redline.model.draft_shard import body_left_out, body_ranks, head_ranks
 from redline.model.drafter import DrafterConfig
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
-from redline.model.eagle3.shard import body_left_out, body_ranks, head_ranks
-from redline.model.eagle3.shard import left_out as left_out_of_chain
 from redline.model.k2.config import K2Config
 from redline.ops.op import Cost
 
@@ -49,7 +48,7 @@ def draft_costs(
     context, once. head_bits, whole: as in `RoundCase`.
     """
     if isinstance(config, BlockConfig):
-        return _of_block(config, depth)
+        return _of_block(config, depth, whole)
     return _of_chain(config, depth, head_bits, whole)
 
 
@@ -73,11 +72,6 @@ def drafter_weights(config: DrafterConfig) -> int:
     return d * c.fused_width + attention + 3 * d * c.intermediate_size + d * head_rows(c)
 
 
-def left_out(config: DrafterConfig, ranks: int) -> int:
-    """Number of the drafter's parameters that a rank does not hold. Every rank holds the whole of a block drafter."""
-    return 0 if isinstance(config, BlockConfig) else left_out_of_chain(config, ranks)
-
-
 def head_rows(config: DrafterConfig) -> int:
     """Vocabulary size of a drafter."""
     return config.draft_vocab_size or config.vocab_size
@@ -99,15 +93,15 @@ def _of_chain(c: Eagle3Config, depth: DepthCase, head_bits: int, whole: bool) ->
     return (Cost(2 * fuse, 2 * tokens * fuse) + further, *[further] * (depth.tokens - 2))
 
 
-def _of_block(c: BlockConfig, depth: DepthCase) -> tuple[Cost, ...]:
+def _of_block(c: BlockConfig, depth: DepthCase, whole: bool) -> tuple[Cost, ...]:
     """The context rows with the pass over all blocks, the head over all drafts, and the bias of each draft."""
     rows, tokens, drafts = depth.rows, depth.rows * depth.tokens, depth.tokens - 1
     positions, context = rows * c.block_size, depth.rows * depth.context
-    fuse, layers = c.hidden_size * c.fused_width, _layers_of_block(c)
+    body = 1 if whole else body_ranks(c, depth.ranks)
+    fuse, layers = c.hidden_size * c.fused_width, _layers_of_block(c) - body_left_out(c, body)
     written = c.num_hidden_layers * c.hidden_size * c.row_width
-    scores = 4 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * c.block_size * context
-    # Ranks divide the target's head; a head of the drafter's own is replicated.
-    head = c.hidden_size * head_rows(c) // (1 if c.draft_vocab_size is not None else depth.ranks)
+    scores = 4 * c.num_hidden_layers * c.num_attention_heads // body * c.head_dim * c.block_size * context
+    head = c.hidden_size * head_rows(c) // head_ranks(c, depth.ranks)
     read = Cost(
         2 * (fuse + layers) + context * c.kv_bytes_per_token(depth.kv_dtype),
         2 * tokens * (fuse + written) + 2 * positions * layers + scores,

