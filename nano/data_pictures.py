@@ -86,12 +86,22 @@ _ASKED = {
         In which corner is the {c} {s}?
         Where in the picture is the {c} {s}?
         Which corner holds the {c} {s}?
+        Where in this drawing is the {c} {s}?
         Where do you see the {c} {s}?
         Tell me where the {c} {s} is.
-        What is the position of the {c} {s}?
         In what part of the image is the {c} {s}?
+        What is the position of the {c} {s}?
+        Where in the image can you see the {c} {s}?
+        In which part of the picture is the {c} {s}?
+        Where on the page is the {c} {s}?
+        Where does the image show the {c} {s}?
         Locate the {c} {s}.
+        Where inside the frame is the {c} {s}?
+        In the picture, where is the {c} {s}?
         Find the {c} {s}. Where is it?
+        At which place of the image is the {c} {s}?
+        Say in which corner you see the {c} {s}.
+        What corner of the picture is the {c} {s} in?
     """,
     "size": """
         Which shape is larger?

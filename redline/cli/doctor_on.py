@@ -14,6 +14,9 @@ from rich.console import Console
 from redline.bench.step.drafters import drafter_weights
 from redline.bench.step.machines import CHIPS, LISTED, Several, machine
 from redline.bench.step.predict import (
+    BLOCK_DRAFTS,
+    BLOCK_MS,
+    BLOCKS,
     FITTED,
     KV_DTYPES,
     LONG,
@@ -38,12 +41,14 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
-from redline.policy.synthetic import GOLDEN
+from redline.policy.synthetic import GOLDEN, golden_block
 from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, MemorySizes, fit
 
 LABEL = 17  # columns of a line's label
 WIDEST = 120
 MOST_DRAFTS = max(ROUNDS)
+
+Rounds = dict[str, tuple[PredictedStep, float, float]]  # by name: the verifying step, ms of drafting, accepted tokens
 KIMI_BITS = KIMI_K26.bits_per_routed_parameter
 Lines = Iterator[tuple[str, str]]  # (label, text); a table's lines have no label
 MARKS = (
@@ -74,7 +79,8 @@ def doctor_on(text: str, folder: Path | None, console: Console) -> int:
     if machines is not None:
         steps = [machines.step(tokens, 1, SHORT) for tokens in TOKENS]
         longer = {kv_dtype: machines.step(1, 1, LONG, kv_dtype) for kv_dtype in KV_DTYPES}
-        rounds = {drafts: machines.round(drafts) for drafts in ROUNDS}
+        rounds = {_drafts(drafts): (*machines.round(drafts), GOLDEN[drafts - 1]) for drafts in ROUNDS}
+        rounds |= {_block(shape): (*machines.block_round(shape), golden_block(BLOCK_DRAFTS)) for shape in BLOCKS}
         sections |= {
             "What it would give (derived)": _summary(on, steps, longer, rounds),
             "A step: milliseconds": _steps(machines, steps, longer),
@@ -246,7 +252,7 @@ def _summary(
     on: Several,
     steps: list[PredictedStep],
     longer: dict[str, PredictedStep],
-    rounds: dict[int, tuple[PredictedStep, float]],
+    rounds: Rounds,
 ) -> Lines:
     yield "", f"{'':<26}{'floor':>7}{'INT4':>8}{'tokens/s':>10}{'NVFP4':>8}{'tokens/s':>10}{'measured':>10}"
     measured = on.chip.name == "H200"
@@ -260,10 +266,12 @@ def _summary(
             "",
             _row(f"1 token at {LONG:,}, {kv_dtype}", step.floor + step.whole, step.ms, step.nvfp4, 1, took and took.ms),
         )
-    for drafts, (step, drafting) in rounds.items():
-        took = ROUND_MS.get(on.count, {}).get(drafts) if measured else None
-        of, ms = f"1 stream, {drafts} draft{'s' * (drafts > 1)}", step.ms + drafting
-        yield "", _row(of, None, ms, step.nvfp4, GOLDEN[drafts - 1], took)
+    known = {_drafts(drafts): ms for drafts, ms in ROUND_MS.get(on.count, {}).items()}
+    if on.count == 1:
+        known |= {_block(shape): ms for shape, ms in BLOCK_MS.items()}
+    for name, (step, drafting, accepted) in rounds.items():
+        took = known.get(name) if measured else None
+        yield "", _row(f"1 stream, {name}", None, step.ms + drafting, step.nvfp4, accepted, took)
     if on.count > 1:
         yield "floor", "of the bytes a rank reads: data that every rank reads counts once per rank (`whole` below)"
     yield "contexts", f"{SHORT:,} and bf16 pages unless given otherwise; uniform routing"
@@ -348,26 +356,40 @@ def _tokens(count: int) -> str:
     return f"{count} token{'s' * (count > 1)}"
 
 
-def _rounds(machines: PredictedRanks, rounds: dict[int, tuple[PredictedStep, float]]) -> Lines:
+def _rounds(machines: PredictedRanks, rounds: Rounds) -> Lines:
     on = machines.on
-    for step, drafting in rounds.values():
+    for step, drafting, _ in rounds.values():
         ms = step.ms + drafting
         yield "", f"{_tokens(step.tokens):<9}{_sum(machines, step)} + {drafting:.2f} = {ms:6.2f}"
-    for drafts, (step, drafting) in rounds.items():
-        ms, accepted = step.ms + drafting, GOLDEN[drafts - 1]
-        yield (
-            f"{drafts} draft{'s' * (drafts > 1)}",
-            f"{accepted:g} tokens of a round / {ms:.2f} ms = {1e3 * accepted / ms:.0f} tokens/s",
-        )
+    for name, (step, drafting, accepted) in rounds.items():
+        ms = step.ms + drafting
+        yield name, f"{accepted:.3g} tokens of a round / {ms:.2f} ms = {1e3 * accepted / ms:.0f} tokens/s"
     yield "so", f"{_columns(on).removesuffix(' = step')} + drafting = round; kept has settling, measured"
     yield (
         "drafting",
-        "EAGLE-3 with latent attention, of the public size, 16 bits"
-        + (", divided by the ranks except for fusing states and projecting into attention" if on.count > 1 else "")
+        "EAGLE-3 with latent attention, DFlash and DSpark, of the public sizes, 16 bits"
+        + (
+            ", divided by the ranks except for fusing states, projecting into attention, and a bias by the token before"
+            if on.count > 1
+            else ""
+        )
         + ": its floor, derived, and the time above the floor on one GPU, measured"
-        + (", and per pass two all-reduces and an all-gather of its logits" if on.count > 1 else ""),
+        + (", and two all-reduces a layer and pass, and all-gathers of logits" if on.count > 1 else ""),
     )
-    yield "acceptance", "tokens per round from InferenceX's golden curve for Kimi's EAGLE-3, published"
+    yield (
+        "acceptance",
+        "tokens per round, published: InferenceX's golden curve for Kimi's EAGLE-3; of blocks "
+        f"{golden_block(BLOCK_DRAFTS):.1f}, z-lab/Kimi-K2.5-DFlash on GSM8K (3.7 on MT-Bench: blocks lose more than "
+        "chains on traffic unlike their training data)",
+    )
+
+
+def _drafts(count: int) -> str:
+    return f"{count} draft{'s' * (count > 1)}"
+
+
+def _block(shape: str) -> str:
+    return f"{shape}, {_drafts(BLOCK_DRAFTS)}"
 
 
 def _gb(size: float) -> str:

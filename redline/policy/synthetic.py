@@ -53,6 +53,11 @@ def length_of(rates: Sequence[float]) -> float:
     return 1 + sum(rates)
 
 
+def golden_block(drafts: int) -> float:
+    """Mean tokens per round with the published acceptance of a block's first `drafts` drafts (GOLDEN_BLOCK)."""
+    return sum(GOLDEN_BLOCK**number for number in range(drafts + 1))
+
+
 def read_acceptance(text: str, place: str) -> Acceptance:
     """Parses a length such as 2.88, or comma-separated rates such as 0.83,0.6,0.45. Raises ConfigError, naming
     `place`."""

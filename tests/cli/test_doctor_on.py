@@ -54,6 +54,11 @@ def test_eight_ranks_hold_the_model_and_each_line_has_its_arithmetic(on: str, co
         assert ms == pytest.approx(step.ms + drafting, abs=0.006)
         assert speed == pytest.approx(1e3 * accepted / ms, rel=0.01)
         assert f"{accepted:g} tokens of a round / {ms:.2f} ms = {speed:.0f} tokens/s" in words
+    for shape in ("dflash", "dspark"):
+        step, drafting = machines.block_round(shape)
+        ms, speed = table[f"1 stream, {shape}, 7 drafts"][:2]
+        assert ms == pytest.approx(step.ms + drafting, abs=0.006)
+        assert f"{shape}, 7 drafts 5.3 tokens of a round / {ms:.2f} ms = {speed:.0f} tokens/s" in words
 
 
 def test_parts_of_a_rank_add_up():

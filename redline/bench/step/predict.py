@@ -9,7 +9,7 @@ Timings of single ops cannot separate the two: attention with half the heads and
 exceed their floors by the same time as whole ones. A floor counts every byte once over all ranks; `whole` is the time
 for what each rank reads beyond its part of that: contexts, and the projections into attention. The steps that the model
 is fitted to (FITTED) read both in full on every rank, and so do predicted steps. A test recomputes STEPS, LONG_STEPS,
-ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
+ROUNDS, ROUND_MS, BLOCKS, BLOCK_MS and MEETINGS from benchmarks/results.
 """
 
 from collections.abc import Mapping
@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 
 from redline.bench.step.depth import DepthCase
+from redline.bench.step.drafters import DFLASH, DSPARK, EAGLE3_MLA, public_drafter
 from redline.bench.step.machines import Several
 from redline.bench.step.rounds import RoundCase, floors
-from redline.model.eagle3.config import Eagle3Config
+from redline.model.block.config import BlockConfig
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import PeakRates
-from redline.policy.synthetic import GOLDEN, rates_of
+from redline.policy.synthetic import GOLDEN, GOLDEN_BLOCK_DRAFTS, golden_block, rates_of
 
 TOKENS = 1, 4, 8, 32  # of the measured steps
 SHORT, LONG = 1024, 32768  # contexts
@@ -80,6 +81,7 @@ LONG_STEPS = {
     "fp8": StepTime(10.589, 7.579),
 }  # steps of one token at LONG, on one H200, at commit LONG_FITTED
 LONG_FITTED = "758818a"
+ROUNDS_FITTED = "6c1c330", "164e3dc"  # commits at which the rounds on one H200 were measured
 ROUNDS = {
     1: RoundExcess(2.305, 0.058),
     2: RoundExcess(2.533, 0.079),
@@ -92,6 +94,10 @@ ROUND_MS = {  # whole rounds, by number of H200s, then by draft tokens
     1: {1: 13.101, 2: 16.632, 3: 20.257, 4: 23.962},
     2: {2: 10.011, 3: 12.021, 4: 14.078},
 }
+BLOCK_DRAFTS = GOLDEN_BLOCK_DRAFTS
+BLOCKS = {DFLASH: RoundExcess(4.477, 0.680), DSPARK: RoundExcess(4.444, 0.573)}  # of BLOCK_DRAFTS draft tokens
+BLOCK_MS = {DFLASH: 31.123, DSPARK: 30.332}  # whole rounds on one H200
+BLOCKS_FITTED = "28fc23af"
 SUMS_OF_A_LAYER = 2
 SUMS = SUMS_OF_A_LAYER * KIMI_K26.num_hidden_layers
 NVFP4_OVER_INT4 = 0.03  # share of the time to read the experts: measured by a probe, gate and up of one token
@@ -217,18 +223,34 @@ class PredictedRanks:
         Drafting is its floor, its excess on one H200 (all of it kept), and per pass two all-reduces and a gather.
         whole: each rank has the drafter's whole body, as in the measurement on two H200s (ROUND_MS); no all-reduces.
         """
-        step = self.step(1, 1 + drafts, SHORT, kv_dtype)
-        alone = excess(1 + drafts)
-        settle = ROUNDS[drafts].verify - alone.kept - alone.divided
+        meeting = self.gather_us(1) + (0.0 if whole else SUMS_OF_A_LAYER * self.sum_us(1))
+        rates = rates_of(GOLDEN[drafts - 1], drafts, "accept")
+        step, drafting = self._round(EAGLE3_MLA, rates, ROUNDS[drafts], kv_dtype, whole=whole)
+        return step, drafting + drafts * meeting / 1e3
+
+    def block_round(self, shape: str, kv_dtype: str = "bf16") -> tuple[PredictedStep, float]:
+        """As `round`, for a block drafter of BLOCKS, with BLOCK_DRAFTS draft tokens."""
+        rates = rates_of(golden_block(BLOCK_DRAFTS), BLOCK_DRAFTS, "accept")
+        drafter = public_drafter(shape, self.config)
+        assert isinstance(drafter, BlockConfig)
+        sums = SUMS_OF_A_LAYER * drafter.num_hidden_layers * self.sum_us(drafter.block_size)
+        step, drafting = self._round(shape, rates, BLOCKS[shape], kv_dtype)
+        return step, drafting + (sums + self.gather_us(BLOCK_DRAFTS)) / 1e3
+
+    def _round(
+        self, shape: str, rates: tuple[float, ...], above: RoundExcess, kv_dtype: str, *, whole: bool = False
+    ) -> tuple[PredictedStep, float]:
+        """(the verifying step, milliseconds of drafting without communication)."""
+        tokens = 1 + len(rates)
+        step, alone = self.step(1, tokens, SHORT, kv_dtype), excess(tokens)
         case = RoundCase(
-            depth=self.depth(1, 1 + drafts, SHORT, kv_dtype),
-            drafter=Eagle3Config.for_target(self.config),
-            rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
+            depth=self.depth(1, tokens, SHORT, kv_dtype),
+            drafter=public_drafter(shape, self.config),
+            rates=rates,
             whole=whole,
         )
         _, floor = floors(case, step.experts * self.config.moe_layers, self.machine)
-        meeting = self.gather_us(1) + (0.0 if whole else SUMS_OF_A_LAYER * self.sum_us(1))
-        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * meeting / 1e3
+        return replace(step, kept=step.kept + above.verify - alone.kept - alone.divided), floor + above.draft
 
     def sum_us(self, tokens: int) -> float:
         """Microseconds of one all-reduce: that of two ranks, plus the bytes pushed to each further rank, in float32."""

@@ -40,7 +40,7 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.cuda import most_decoded
 from redline.model.k2.random_weights import random_k2
 from redline.ops.op import PeakRates
-from redline.policy.synthetic import GOLDEN, GOLDEN_BLOCK, GOLDEN_BLOCK_DRAFTS, rates_of, read_acceptance
+from redline.policy.synthetic import GOLDEN, GOLDEN_BLOCK_DRAFTS, golden_block, rates_of, read_acceptance
 from redline.progress import Working
 from redline.worker.config import HEAD_BITS
 from redline.worker.engine import free_memory, pick_device
@@ -113,15 +113,10 @@ def _rates(config: RoundsConfig, k: int, cases: int, *, block: bool) -> tuple[fl
         most = GOLDEN_BLOCK_DRAFTS if block else len(GOLDEN)
         if k > most:
             raise ConfigError(f"accept is golden, which covers --k 1 to {most}; give an acceptance length for {k}")
-        return rates_of(_golden_block(k) if block else GOLDEN[k - 1], k, "accept")
+        return rates_of(golden_block(k) if block else GOLDEN[k - 1], k, "accept")
     if cases != 1:
         raise ConfigError(f"accept is {config.accept}, which needs one --k, but {cases} were given; use golden")
     return rates_of(read_acceptance(config.accept, "accept"), k, "accept")
-
-
-def _golden_block(k: int) -> float:
-    """Mean tokens per round with the published acceptance of a block's first k drafts."""
-    return sum(GOLDEN_BLOCK**drafts for drafts in range(k + 1))
 
 
 def _bench_rounds(

@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 
+from redline.bench.step.drafters import public_drafter
 from redline.bench.step.machines import CHIPS, Several, SourcedFigure, machine
 from redline.bench.step.predict import (
+    BLOCK_DRAFTS,
+    BLOCK_MS,
+    BLOCKS,
+    BLOCKS_FITTED,
     FITTED,
     LONG_FITTED,
     LONG_STEPS,
     MEETINGS,
     ROUND_MS,
     ROUNDS,
+    ROUNDS_FITTED,
     SHORT,
     STEPS,
     TOKENS,
@@ -30,7 +36,7 @@ from redline.model.draft_shard import body_left_out
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
 from redline.ops.op import PeakRates
-from redline.policy.synthetic import GOLDEN, rates_of
+from redline.policy.synthetic import GOLDEN, golden_block, rates_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 NEAR = 0.0006  # half a unit of the third decimal of ms and µs, rounded up
@@ -86,14 +92,17 @@ def test_meetings_are_those_that_were_measured():
 
 def test_rounds_are_those_that_were_measured():
     for ranks, known in ROUND_MS.items():
-        of = {"commit": FITTED[2]} if ranks == 2 else {}
-        listed = rows("rounds-h200.json", ranks=ranks, rows=1, draft_head_bits=16, **of)
+        listed = rows("rounds-h200.json", ranks=ranks, rows=1, draft_head_bits=16, drafter="eagle3")
+        listed = [row for row in listed if row["commit"] in (FITTED[2], *ROUNDS_FITTED)]
         assert {row["k"]: row["ms"] for row in listed} == pytest.approx(known, abs=NEAR)
+    for drafter, ms in BLOCK_MS.items():
+        assert block_row(drafter)["ms"] == pytest.approx(ms, abs=NEAR)
 
 
 @pytest.mark.parametrize("drafts", ROUNDS)
 def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
-    row = rows("rounds-h200.json", ranks=1, rows=1, k=drafts, draft_head_bits=16)[-1]
+    listed = rows("rounds-h200.json", ranks=1, rows=1, k=drafts, draft_head_bits=16, drafter="eagle3")
+    row = next(row for row in reversed(listed) if row["commit"] in ROUNDS_FITTED)
     case = RoundCase(
         depth=of("1 x H200").depth(1, 1 + drafts, SHORT, "bf16"),
         drafter=Eagle3Config.for_target(KIMI_K26),
@@ -103,6 +112,34 @@ def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
     verify, draft = floors(case, experts, PeakRates("measured", row["bytes_per_s"], row["flops_per_s"]))
     assert verify + draft == pytest.approx(row["floor_ms"], rel=1e-6)
     assert ROUNDS[drafts] == pytest.approx(RoundExcess(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
+
+
+def block_row(drafter: str) -> dict[str, Any]:
+    of = {"ranks": 1, "rows": 1, "k": BLOCK_DRAFTS, "context": SHORT, "commit": BLOCKS_FITTED}
+    (row,) = rows("rounds-h200.json", drafter=drafter, **of)
+    return row
+
+
+@pytest.mark.parametrize("drafter", BLOCKS)
+def test_what_a_blocks_round_takes_above_its_floors_is_as_measured(drafter: str):
+    row = block_row(drafter)
+    case = RoundCase(
+        depth=of("1 x H200").depth(1, 1 + BLOCK_DRAFTS, SHORT, "bf16"),
+        drafter=public_drafter(drafter, KIMI_K26),
+        rates=rates_of(golden_block(BLOCK_DRAFTS), BLOCK_DRAFTS, "accept"),
+    )
+    experts = row["expert_bytes"] / case.depth.expert_bytes
+    verify, draft = floors(case, experts, PeakRates("measured", row["bytes_per_s"], row["flops_per_s"]))
+    assert verify + draft == pytest.approx(row["floor_ms"], rel=1e-6)
+    assert BLOCKS[drafter] == pytest.approx(RoundExcess(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
+    step, drafting = of("1 x H200").block_round(drafter)
+    assert step.ms + drafting == pytest.approx(BLOCK_MS[drafter], rel=0.02)
+
+
+@pytest.mark.parametrize("drafter", BLOCKS)
+def test_ranks_divide_a_block(drafter: str):
+    (_, alone), (_, eight) = (of(f"{ranks} x H200").block_round(drafter) for ranks in (1, 8))
+    assert eight < 0.6 * alone
 
 
 # ------------------------------------------------------------------------------------------------------ predictions
