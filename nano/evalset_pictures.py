@@ -2,7 +2,7 @@
 
     python -m nano.evalset_pictures models/kimi-nano
 
-values, families: the generator's drawings, with words or wordings that training never sees. drawn: DRAWN drawings by
+values, families: the generator's drawings, plain ones, with words or wordings that training never sees. drawn: DRAWN drawings by
 the code below, which shares nothing with the generator's but the words to read, the wordings and Pillow's font: edges
 are smooth, grounds shaded, colours and forms a little different, files PNG, JPEG and WebP. The same seed gives the same
 questions on every machine; Pillow's release decides the files' bytes.
@@ -58,7 +58,7 @@ def of_split(split: Split, per_kind: int = PER_KIND, seed: int = SEED) -> Iterat
     for kind in KINDS:
         rng = random.Random(f"{seed}/{split}/{kind}")
         for _ in range(per_kind):
-            one = drawing(rng, split, kind, (224, 224))
+            one = drawing(rng, split, kind, rng.choice(SIZES), plain=True)
             yield prompt(kind, one.question, [("PNG", png(picture)) for picture in one.pictures], one.answer)
 
 

@@ -337,7 +337,7 @@ class Run:
         read: float,
         kinds: Sequence[str],
         workers: int,
-        start: Path | None,
+        start: Path | None = None,
     ) -> None:
         self.model, self.out, self.read, self.kinds = model, out, read, kinds
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -485,7 +485,8 @@ class Run:
 
     def export(self, folder: Path) -> None:
         """The model's files with the tower's tensors, in bf16, after the text model's, which stay bit-equal."""
-        text = (one for file in sorted(self.model.glob("*.safetensors")) for one in load_file(file).items())
+        stored = (one for file in sorted(self.model.glob("*.safetensors")) for one in load_file(file).items())
+        text = ((name, value) for name, value in stored if not name.startswith((TOWER, PROJECTOR)))  # an earlier tower
         tower = ((name, value.detach().cpu().to(torch.bfloat16)) for name, value in self.tower.items())
         config = k25_config(NANO, vision_config=VISION.to_dict(), media_placeholder_token_id=MEDIA_PLACEHOLDER)
         write_checkpoint(folder, itertools.chain(text, tower), config)
