@@ -2,10 +2,10 @@
 
     python -m nano.evalset_pictures models/kimi-nano
 
-values, families: the generator's drawings, plain ones, with words or wordings that training never sees. drawn: DRAWN drawings by
-the code below, which shares nothing with the generator's but the words to read, the wordings and Pillow's font: edges
-are smooth, grounds shaded, colours and forms a little different, files PNG, JPEG and WebP. The same seed gives the same
-questions on every machine; Pillow's release decides the files' bytes.
+values, families: the generator's drawings, plain ones, with words or wordings that training never sees. drawn: DRAWN
+drawings by the code below, which shares nothing with the generator's but the words to read, the wordings and Pillow's
+font: edges are smooth, grounds shaded, colours and forms a little different, files PNG, JPEG and WebP. The same seed
+gives the same questions on every machine; Pillow's release decides the files' bytes.
 """
 
 import argparse
