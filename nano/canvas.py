@@ -1,10 +1,11 @@
-"""A canvas that looks a little different each time: smooth or hard edges, ground, light, noise, a file that loses."""
+"""A canvas that looks a little different each time: edges smooth or hard, ground, light, noise, lossy compression."""
 
 import io
 import random
 from math import cos, pi, sin
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 GROUNDS = ((255, 255, 255), (244, 244, 240), (232, 238, 246), (224, 224, 224), (250, 243, 224))
@@ -25,7 +26,7 @@ class Thing(NamedTuple):
 class Canvas:
     """Draws with coordinates in pixels of the picture; `picture` ends the drawing.
 
-    plain: hard edges, and one of GROUNDS, so that the file is small.
+    plain: shapes with hard edges, and one of GROUNDS, so that the file is small.
     """
 
     def __init__(self, rng: random.Random, size: tuple[int, int], *, plain: bool = False) -> None:
@@ -41,7 +42,8 @@ class Canvas:
         """Draws a shape: in a canvas that is not plain, turned and formed a little at random."""
         rng, (_, _, x, y, h) = self._rng, thing
         varied = not self._plain and rng.random() < 0.5
-        turn = rng.uniform(-0.2, 0.2) if varied and rng.random() < 0.5 else 0.0
+        turn = rng.uniform(-0.2, 0.2) if varied and rng.random() < 0.5 and thing.shape != "circle" else 0.0
+        h /= cos(turn) + abs(sin(turn))  # so that it stays inside its square
         match thing.shape:
             case "circle":
                 self._pen.ellipse(self._scaled((x - h, y - h, x + h, y + h)), fill=fill)
@@ -70,7 +72,7 @@ class Canvas:
         return left, top, right, bottom
 
     def text(self, place: tuple[float, float], text: str, points: float, fill: tuple[int, ...]) -> None:
-        """Writes a text; now and then bolder."""
+        """Writes a text; with smooth edges sometimes bolder."""
         bold = self._factor // 2 if not self._plain and self._rng.random() < 0.2 else 0
         font = ImageFont.load_default(points * self._factor)
         self._pen.text(self._scaled(place), text, font=font, fill=fill, stroke_width=bold, stroke_fill=fill)
@@ -88,11 +90,12 @@ class Canvas:
             dark = light.point([round(value * most) for value in range(256)])
             image = ImageChops.subtract(image, Image.merge("RGB", (dark, dark, dark)))
         if rng.random() < NOISY:
-            noise = Image.effect_noise(self._size, rng.uniform(3, 12))
+            drawn = np.random.default_rng(rng.getrandbits(32)).normal(128, rng.uniform(3, 12), self._size[::-1])
+            noise = Image.fromarray(drawn.clip(0, 255).astype(np.uint8))
             image = ImageChops.add(image, Image.merge("RGB", (noise, noise, noise)), offset=-128)
         if rng.random() < LOSSY:
             file = io.BytesIO()
-            image.save(file, *(("WEBP",) if rng.random() < 0.2 else ("JPEG",)), quality=rng.randint(60, 95))
+            image.save(file, "WEBP" if rng.random() < 0.2 else "JPEG", quality=rng.randint(60, 95))
             image = Image.open(file).convert("RGB")
         return image
 

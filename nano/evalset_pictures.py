@@ -2,10 +2,10 @@
 
     python -m nano.evalset_pictures models/kimi-nano
 
-values, families: the generator's drawings, plain ones, with words or wordings that training never sees. drawn: DRAWN
-drawings by the code below, which shares nothing with the generator's but the words to read, the wordings and Pillow's
-font: edges are smooth, grounds shaded, colours and forms a little different, files PNG, JPEG and WebP. The same seed
-gives the same questions on every machine; Pillow's release decides the files' bytes.
+values, families: the generator's drawings, plain ones. In "values" the written words are new, in "families" the
+wordings. drawn: DRAWN drawings by the code below, which shares with the generator only the words to read, Pillow's font
+and the held-out wordings: edges are smooth, grounds shaded, colours and forms a little different, files PNG, JPEG and
+WebP. The same seed gives the same questions on every machine; Pillow's release decides the files' bytes.
 """
 
 import argparse
@@ -21,16 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from nano.data_pictures import ASKED, KINDS, NUMBERS, ORDER, WORDS, drawing
-from nano.evalset import write
+from nano.data_pictures import ASKED, KINDS, NUMBERS, ORDER, SHAPES, WORDS, drawing
+from nano.evalset import SEED, SETS, write
 from nano.sample import Split
 from nano.wordings import reserved
 
-SEED = 2026
-SETS: tuple[Split, ...] = ("values", "families")
 PER_KIND = 40
 DRAWN = {"shape": 10, "colour": 10, "count": 8, "place": 10, "size": 6, "word": 6, "bars": 6, "two": 4}
-GOALS = {"shape": 95, "colour": 95, "count": 95, "place": 90, "word": 80, "bars": 90, "two": 90}
+GOALS = {"shape": 95, "colour": 95, "count": 95, "place": 90, "size": 90, "word": 80, "bars": 90, "two": 90}
 TARGETS = {"values": GOALS, "families": GOALS, "drawn": {"all": 90}}
 FORMATS = ("PNG", "JPEG", "WEBP")
 SIZES = ((240, 180), (224, 224), (168, 210), (256, 192), (196, 196), (300, 200))  # pixels
@@ -39,6 +37,7 @@ PAINT = {
 }  # fmt: skip
 
 Pixels = NDArray[np.float64]  # [height, width, 3], 0 to 255
+Numbers = NDArray[np.float64]
 
 
 def main() -> None:
@@ -69,7 +68,8 @@ def drawn(seed: int = SEED) -> Iterator[dict[str, Any]]:
         for _ in range(count):
             one = _MADE[kind](rng, rng.choice(SIZES))
             question = ASKED[kind].pick(rng, "families").format(**one.names)
-            files = [(form, _file(picture, form)) for picture in one.pictures for form in (rng.choice(FORMATS),)]
+            forms = [rng.choice(FORMATS) for _ in one.pictures]
+            files = [(form, _file(picture, form)) for picture, form in zip(one.pictures, forms, strict=True)]
             yield prompt(kind, question, files, one.answer)
 
 
@@ -117,7 +117,7 @@ def _ground(rng: random.Random, size: tuple[int, int]) -> Pixels:
     return np.broadcast_to(light - shade, (height, width, 3)).copy()
 
 
-def _inside(points: Pixels, x: Pixels, y: Pixels) -> Pixels:
+def _distance(points: Numbers, x: Numbers, y: Numbers) -> Numbers:
     """Signed distance to a convex or star-shaped polygon around the origin: negative inside."""
     nearest = np.full(x.shape, np.inf)
     crossings = np.zeros(x.shape, bool)
@@ -135,23 +135,20 @@ def _paint(canvas: Pixels, shape: str, colour: str, place: tuple[float, float], 
     height, width = canvas.shape[:2]
     y, x = np.mgrid[:height, :width] + 0.5
     x, y = x - place[0], y - place[1]
-    if shape == "circle":
-        far = np.hypot(x, y) - half
-    elif shape == "square":
-        far = np.maximum(np.abs(x), np.abs(y)) - half
-    else:
-        count = {"triangle": 3, "star": 5}[shape]
-        turns = np.arange(2 * count if shape == "star" else count) * (
-            np.pi / count if shape == "star" else 2 * np.pi / 3
-        )
-        length = half * np.where(np.arange(len(turns)) % 2, 0.45, 1.0) if shape == "star" else np.full(3, half * 1.15)
-        sink = half * 0.25 if shape == "triangle" else 0.0
-        far = _inside(np.stack([length * np.sin(turns), sink - length * np.cos(turns)], 1), x, y)
+    match shape:
+        case "circle":
+            far = np.hypot(x, y) - half
+        case "square":
+            far = np.maximum(np.abs(x), np.abs(y)) - half
+        case "triangle":
+            turns = np.arange(3) * 2 * np.pi / 3
+            far = _distance(1.15 * half * np.stack([np.sin(turns), 0.22 - np.cos(turns)], 1), x, y)
+        case _:
+            turns = np.arange(10) * np.pi / 5
+            length = half * np.where(np.arange(10) % 2, 0.45, 1.0)
+            far = _distance(np.stack([length * np.sin(turns), -length * np.cos(turns)], 1), x, y)
     cover = (0.5 - far).clip(0, 1)[..., None]
     canvas[:] = canvas * (1 - cover) + np.array(PAINT[colour]) * cover
-
-
-FORMS = ("circle", "square", "triangle", "star")
 
 
 def _one(rng: random.Random, size: tuple[int, int], shape: str, colour: str) -> Pixels:
@@ -162,18 +159,18 @@ def _one(rng: random.Random, size: tuple[int, int], shape: str, colour: str) -> 
 
 
 def _shape(rng: random.Random, size: tuple[int, int]) -> _Drawn:
-    shape = rng.choice(FORMS)
+    shape = rng.choice(SHAPES)
     return _Drawn([_one(rng, size, shape, rng.choice(list(PAINT)))], shape, {})
 
 
 def _colour(rng: random.Random, size: tuple[int, int]) -> _Drawn:
-    shape, colour = rng.choice(FORMS), rng.choice(list(PAINT))
+    shape, colour = rng.choice(SHAPES), rng.choice(list(PAINT))
     return _Drawn([_one(rng, size, shape, colour)], colour, {"s": shape})
 
 
 def _count(rng: random.Random, size: tuple[int, int]) -> _Drawn:
     """Shapes in cells of a grid of three by two."""
-    number, shape, canvas = rng.randint(1, 6), rng.choice(FORMS), _ground(rng, size)
+    number, shape, canvas = rng.randint(1, 6), rng.choice(SHAPES), _ground(rng, size)
     cells = rng.sample([(a, b) for a in range(3) for b in range(2)], number)
     for across, down in cells:
         half = min(size[0] / 3, size[1] / 2) * rng.uniform(0.2, 0.32)
@@ -187,7 +184,7 @@ def _count(rng: random.Random, size: tuple[int, int]) -> _Drawn:
 
 def _place(rng: random.Random, size: tuple[int, int]) -> _Drawn:
     """One or two shapes, each in a corner of its own."""
-    canvas, colours, forms = _ground(rng, size), rng.sample(list(PAINT), 2), rng.sample(FORMS, 2)
+    canvas, colours, forms = _ground(rng, size), rng.sample(list(PAINT), 2), rng.sample(SHAPES, 2)
     corners = rng.sample([(a, b) for a in range(2) for b in range(2)], rng.randint(1, 2))
     for (across, down), colour, shape in zip(corners, colours, forms, strict=False):
         half = min(size) * rng.uniform(0.1, 0.17)
@@ -199,7 +196,7 @@ def _place(rng: random.Random, size: tuple[int, int]) -> _Drawn:
 
 def _size(rng: random.Random, size: tuple[int, int]) -> _Drawn:
     """Two shapes, one 1.6 to 2 times as wide as the other, on the two halves."""
-    canvas, forms, small = _ground(rng, size), rng.sample(FORMS, 2), min(size) * rng.uniform(0.09, 0.12)
+    canvas, forms, small = _ground(rng, size), rng.sample(SHAPES, 2), min(size) * rng.uniform(0.09, 0.12)
     halves = [small * rng.uniform(1.6, 2.0), small]
     sides = rng.sample((0.27, 0.75), 2)
     for shape, half, side in zip(forms, halves, sides, strict=True):
@@ -239,7 +236,7 @@ def _bars(rng: random.Random, size: tuple[int, int]) -> _Drawn:
 
 
 def _two(rng: random.Random, size: tuple[int, int]) -> _Drawn:
-    forms, colours, asked = rng.sample(FORMS, 2), rng.sample(list(PAINT), 2), rng.randrange(2)
+    forms, colours, asked = rng.sample(SHAPES, 2), rng.sample(list(PAINT), 2), rng.randrange(2)
     pictures = [_one(rng, size, shape, colour) for shape, colour in zip(forms, colours, strict=True)]
     return _Drawn(pictures, ORDER[asked], {"c": colours[asked], "s": forms[asked]})
 

@@ -88,8 +88,10 @@ EVALUATED = 128  # drawings of a kind and split
 
 
 class Batch(NamedTuple):
-    """Drawings of one kind of size, a row of L tokens each. Tensors, which reach another process in shared memory: at
-    50 MB, a pipe takes 0.1 s."""
+    """Drawings whose pictures take as many tokens in each direction, a row of L tokens each.
+
+    Tensors, which reach another process in shared memory: through a pipe 50 MB take 0.1 s.
+    """
 
     ids: Tensor  # int64 [B, L], filled up with 0
     loss: Tensor  # float32 [B, L]: 1 where the next token is one to learn
@@ -144,7 +146,7 @@ def _spelled(tokenizer: Tokenizer, one: Drawing, text: str) -> list[int]:
 
 
 def batches(seed: int, size: int, kinds: Sequence[str], folder: Path, progress: Any) -> Iterator[Batch]:
-    """Batches for training, without end. size: of drawings of 224 x 224; for others as many as have as many patches.
+    """Batches for training, without end. size: of drawings of 224 x 224; a batch of others has as many patches.
 
     progress: its `value` is the share of the training that is done. Large pictures are drawn more and more often.
     """
@@ -295,7 +297,9 @@ class Optimizer:
         factor *= self._gentle
         rate = factor * MATRIX_RATE
         for matrices, momentum in zip(self._matrices, self._momentum, strict=True):
-            gradient = torch.stack([w.grad for w in matrices if w.grad is not None])
+            given = [w.grad for w in matrices if w.grad is not None]
+            assert len(given) == len(matrices), "every matrix has a gradient"
+            gradient = torch.stack(given)
             momentum.lerp_(gradient, 1 - MOMENTUM)
             updates = orthogonalized(gradient.lerp(momentum, MOMENTUM)).to(momentum)
             rows, columns = updates.shape[1:]
@@ -362,7 +366,7 @@ class Run:
         self.log_file = (out / "log.jsonl").open("w")
         context = multiprocessing.get_context("spawn")
         self.queue: Any = context.Queue(maxsize=3 * workers)
-        self.progress: Any = context.Value("d", 0.0)
+        self.progress: Any = context.Value("d", self.first)
         size = max(1, round(BATCH * scale))
         self.workers = [
             context.Process(

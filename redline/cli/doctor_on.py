@@ -48,8 +48,8 @@ LABEL = 17  # columns of a line's label
 WIDEST = 120
 MOST_DRAFTS = max(ROUNDS)
 
-Rounds = dict[str, tuple[PredictedStep, float, float]]  # by name: the verifying step, ms of drafting, accepted tokens
 KIMI_BITS = KIMI_K26.bits_per_routed_parameter
+Rounds = dict[str, tuple[PredictedStep, float, float]]  # by name: the verifying step, ms of drafting, accepted tokens
 Lines = Iterator[tuple[str, str]]  # (label, text); a table's lines have no label
 MARKS = (
     "measured: by this repository, on one H200 and on two. published: by the manufacturer. derived: arithmetic on "
@@ -358,9 +358,9 @@ def _tokens(count: int) -> str:
 
 def _rounds(machines: PredictedRanks, rounds: Rounds) -> Lines:
     on = machines.on
-    for step, drafting, _ in rounds.values():
-        ms = step.ms + drafting
-        yield "", f"{_tokens(step.tokens):<9}{_sum(machines, step)} + {drafting:.2f} = {ms:6.2f}"
+    for name, (step, drafting, _) in rounds.items():
+        of = _tokens(step.tokens) if name[0].isdigit() else name.partition(",")[0]
+        yield "", f"{of:<9}{_sum(machines, step)} + {drafting:.2f} = {step.ms + drafting:6.2f}"
     for name, (step, drafting, accepted) in rounds.items():
         ms = step.ms + drafting
         yield name, f"{accepted:.3g} tokens of a round / {ms:.2f} ms = {1e3 * accepted / ms:.0f} tokens/s"
@@ -378,9 +378,9 @@ def _rounds(machines: PredictedRanks, rounds: Rounds) -> Lines:
     )
     yield (
         "acceptance",
-        "tokens per round, published: InferenceX's golden curve for Kimi's EAGLE-3; of blocks "
-        f"{golden_block(BLOCK_DRAFTS):.1f}, z-lab/Kimi-K2.5-DFlash on GSM8K (3.7 on MT-Bench: blocks lose more than "
-        "chains on traffic unlike their training data)",
+        "tokens per round: InferenceX's golden curve for Kimi's EAGLE-3, published; of DFlash "
+        f"{golden_block(BLOCK_DRAFTS):.1f}, z-lab/Kimi-K2.5-DFlash on GSM8K, published (3.7 on MT-Bench: blocks lose "
+        "more than chains on traffic unlike their training data); of DSpark the same, assumed",
     )
 
 

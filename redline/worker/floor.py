@@ -59,7 +59,8 @@ def step_work(
 
 def _drafter(drafter: Drafter, ranks: int) -> tuple[int, int]:
     """Number of weights in the matrices that each pass of a rank reads, and in its head. The matrix that fuses the
-    target's hidden states is left out: it is read once per step, and none of the passes needs it."""
+    target's hidden states is left out: it is read once per step, and none of the passes needs it. DSpark's bias, which
+    is read for each draft, counts once."""
     config = drafter.config
     matrices = sum(each.numel() for each in drafter.parameters() if each.dim() > 1)
     if isinstance(config, BlockConfig):  # the table of DSpark's bias is looked up

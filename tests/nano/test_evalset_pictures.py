@@ -1,4 +1,4 @@
-"""The evaluation sets of pictures: their files, their answers, and that drawings of other code show what they say."""
+"""The evaluation sets of pictures: their files, and that the drawings fit the answers."""
 
 import base64
 import io
@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from nano import evalset_pictures
-from nano.data_pictures import COLOURS, KINDS, drawing
+from nano.data_pictures import COLOURS, KINDS, NUMBERS, drawing
 from nano.evalset_pictures import DRAWN, PAINT, drawn, of_split, png
 from redline.bench.quality.prompts import read_sets
 
@@ -24,7 +24,6 @@ def pictures_of(line: dict[str, Any]) -> list[Image.Image]:
 
 
 def test_the_sets_are_read_and_graded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(evalset_pictures, "PER_KIND", 1)
     monkeypatch.setattr("sys.argv", ["evalset_pictures", str(tmp_path)])
     monkeypatch.setattr(evalset_pictures, "of_split", lambda split: of_split(split, per_kind=1))
     evalset_pictures.main()
@@ -37,7 +36,7 @@ def test_the_sets_are_read_and_graded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_same_seed_gives_the_same_questions():
-    first, second = ([(line["kind"], line["check"]) for line in drawn()] for _ in range(2))
+    first, second = ([(line["check"], line["messages"][0]["content"][-1]) for line in drawn()] for _ in range(2))
     assert first == second
 
 
@@ -58,7 +57,25 @@ def near(picture: Image.Image, colour: str) -> np.ndarray[Any, Any]:
     return nearest == names.index(colour)
 
 
-def test_drawings_by_other_code_show_what_the_answers_say():
+def pieces(inked: np.ndarray[Any, Any]) -> int:
+    """Connected parts of more than a few pixels."""
+    left, count = inked.copy(), 0
+    while left.any():
+        seen, edge = np.zeros_like(left), np.zeros_like(left)
+        edge[tuple(np.argwhere(left)[0])] = True
+        while edge.any():
+            seen |= edge
+            grown = edge.copy()
+            for axis in (0, 1):
+                for by in (1, -1):
+                    grown |= np.roll(edge, by, axis)
+            edge = grown & left & ~seen
+        left &= ~seen
+        count += int(seen.sum() > 20)
+    return count
+
+
+def test_drawings_by_other_code_fit_the_answers():
     formats = set()
     for line in drawn():
         shown, answer = pictures_of(line), line["check"]["equals"]
@@ -77,7 +94,18 @@ def test_drawings_by_other_code_show_what_the_answers_say():
             case "two":
                 colour = next(name for name in PAINT if name in line["messages"][0]["content"][-1]["text"])
                 assert near(shown[answer == "second"], colour).mean() > 0.02
+            case "count":
+                assert pieces(~near(shown[0], "ground")) == NUMBERS.index(answer)
+            case "shape":
+                inked = ~near(shown[0], "ground")
+                rows, columns = inked.nonzero()
+                box = np.ptp(rows) * np.ptp(columns)
+                filled = {"square": (0.9, 1.1), "circle": (0.7, 0.85), "triangle": (0.46, 0.58), "star": (0.3, 0.45)}
+                least, most = filled[answer]
+                assert least < inked.sum() / box < most, answer
+            case "size":
+                assert pieces(~near(shown[0], "ground")) == 2
             case _:
-                assert len(shown) == 1
+                assert (~near(shown[0], "ground")).mean() > 0.005
     assert formats == {"PNG", "JPEG", "WEBP"}
     assert set(PAINT) <= set(COLOURS)

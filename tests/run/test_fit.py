@@ -142,6 +142,20 @@ def test_each_part_follows_what_it_is_made_of():
     assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
 
 
+def test_ranks_on_gpus_hold_their_part_of_a_block_drafter():
+    block = tiny_block()
+    whole = MemorySizes(
+        tiny_model().config, drafter=block.config, drafter_parameters=block.parameter_count, positions=4,
+        device="cuda", gpu_kernels=True,
+    )  # fmt: skip
+    even = replace(block.config, num_attention_heads=4, num_key_value_heads=4, intermediate_size=64)
+    one, two = (replace(whole, drafter=even, ranks=ranks).needs(100).drafter for ranks in (1, 2))
+    assert one - two == 2 * left_out(even, 2) > 0
+    odd = replace(block.config, num_attention_heads=3, num_key_value_heads=3)
+    one, two = (replace(whole, drafter=odd, ranks=ranks).needs(100).drafter for ranks in (1, 2))
+    assert one == two
+
+
 @pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 168)])
 def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: int):
     """Both the shapes captured before the first job, and those captured later in idle times."""

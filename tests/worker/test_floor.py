@@ -8,6 +8,8 @@ import torch
 
 from redline.bench.step.depth import DepthCase
 from redline.kernels.cpu import native
+from redline.model.block.config import BlockConfig
+from redline.model.block.module import BlockDrafter
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.shapes import KIMI_K26
@@ -64,6 +66,27 @@ def test_a_drafters_pass_reads_all_but_what_fuses_the_targets_states(head_bits: 
     assert two.draft_bytes == 2 * sum(into.values()) + divided / 2
     on_a_cpu = step_work(target, torch.bfloat16, 2, drafter, head_bits)
     assert on_a_cpu.draft_bytes == work.draft_bytes, "each rank holds the whole drafter"
+
+
+@pytest.mark.parametrize("own", [1000, None])
+def test_ranks_divide_what_a_block_drafter_reads(own: int | None) -> None:
+    """But for keys and values, the bias by the token before, and everything if the heads do not divide evenly."""
+    target = replace(KIMI_K26, hidden_size=64, num_attention_heads=4, vocab_size=2000, intermediate_size=96)
+    config = BlockConfig.for_target(
+        target, layer_ids=(2, 3), num_hidden_layers=2, mask_token_id=1, draft_vocab_size=own
+    )
+    for fits, each in ((True, config), (False, replace(config, num_key_value_heads=1))):
+        with torch.device("meta"):
+            drafter = BlockDrafter(each)
+        named = {name: one.numel() for name, one in drafter.named_parameters() if one.dim() > 1}
+        assert named.pop("fc.weight") == 2 * 64 * 64
+        named.pop("markov_head.markov_w1.weight")
+        head = named.pop("lm_head.weight", 2000 * 64)
+        one, two = (step_work(target, torch.bfloat16, n, drafter, draft_ranks=n) for n in (1, 2))
+        assert one.draft_once
+        assert one.draft_bytes == 2 * (sum(named.values()) + head)
+        divided = [size for name, size in named.items() if "q_proj" in name or "o_proj" in name or ".mlp." in name]
+        assert one.draft_bytes - two.draft_bytes == head + (sum(divided) if fits else 0)
 
 
 def test_the_machine_is_measured_and_threads_are_as_before() -> None:

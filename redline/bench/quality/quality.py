@@ -122,6 +122,20 @@ class Answerer(Protocol):
 Open = Callable[[Path], AbstractContextManager[Answerer]]
 
 
+def _place(folder: Path, sets: Path | None) -> Path:
+    own = folder / "eval"
+    if sets is None:
+        if not own.is_dir():
+            raise ConfigError(f"{own}: no evaluation sets; name their folder with --sets, such as SOURCE/eval")
+        return own
+    named = own / sets
+    if len(sets.parts) == 1 and named.is_dir():
+        return named
+    if not sets.is_dir():
+        raise ConfigError(f"{sets}: contains no evaluation sets, since there is no such folder, and no {named}")
+    return sets
+
+
 def grade_all(
     folder: Path,
     open_checkpoint: Open,
@@ -134,16 +148,12 @@ def grade_all(
 ) -> EvalReport:
     """Answers all prompts in `sets` with the checkpoint in `folder`, grades, compares.
 
-    sets: a folder, or the name of one in folder/eval; None: folder/eval itself.
+    sets: the name of a folder in folder/eval, or a folder; None: folder/eval itself.
     against: the checkpoint to compare with, if any. run_code: runs functions written by the model. limit: maximum
     prompts per kind and set, always the same ones. progress: called with (done, total) answers over both checkpoints.
     Raises ConfigError, before answering, if there are no sets or a check is invalid.
     """
-    place = folder / "eval" if sets is None else sets
-    if not place.is_dir() and (own := folder / "eval" / place).is_dir():
-        place = own
-    if sets is None and not place.is_dir():
-        raise ConfigError(f"{place}: no evaluation sets; name their folder with --sets, such as SOURCE/eval")
+    place = _place(folder, sets)
     found, targets = read_sets(place), read_targets(place)
     asked = found if limit is None else limited(found, limit)
     prompts = [prompt for members in asked.values() for prompt in members]

@@ -18,11 +18,13 @@ class DepthMemory:
 
     drafter  bytes of the drafter, if any, and of the weights it is converted from
     grows    tokens by which a row grows during the measurement, after the first step
+    draft_kv bytes per token of the drafter's KV pages
     """
 
     depth: DepthCase
     drafter: int = 0
     grows: int = 0
+    draft_kv: int = 0
 
     @property
     def ends(self) -> int:
@@ -57,7 +59,8 @@ class DepthMemory:
     @property
     def kv(self) -> int:
         """Bytes of the KV pages of all rows and layers."""
-        return self.depth.rows * self.tokens * self.depth.config.kv_bytes_per_token(self.depth.kv_dtype)
+        each = self.depth.config.kv_bytes_per_token(self.depth.kv_dtype) + self.draft_kv
+        return self.depth.rows * self.tokens * each
 
     @property
     def whole(self) -> int:
@@ -69,13 +72,14 @@ class DepthMemory:
         depth, config = self.depth, self.depth.config
         routed = config.n_routed_experts * depth.expert_bytes
         moe = depth.physical - depth.dense
+        drafted = f" + {self.draft_kv:,} of the drafter" if self.draft_kv else ""
         lines = [
             f"a layer          {_size(self.layer - routed)} + {config.n_routed_experts} experts x "
             f"{_size(depth.expert_bytes)} = {_size(self.layer)}",
             f"weights          {moe} layers x {_size(self.layer)} + {depth.dense} dense {_size(self.dense)} + "
             f"embedding and head {_size(self.ends)} = {_size(self.weights)}",
-            f"KV               {config.num_hidden_layers} layers x {depth.rows} rows x {self.tokens:,} tokens x "
-            f"{config.kv_width} values x {depth.kv_dtype.itemsize} bytes = {_size(self.kv)}",
+            f"KV               {depth.rows} rows x {self.tokens:,} tokens x ({config.num_hidden_layers} layers x "
+            f"{config.kv_width} values x {depth.kv_dtype.itemsize} bytes{drafted}) = {_size(self.kv)}",
             f"in all           {_size(self.whole)}",
         ]
         if self.drafter:

@@ -3,8 +3,6 @@
 Costs are bytes and operations of one rank.
 """
 
-from collections.abc import Sequence
-
 from redline.bench.step.depth import DepthCase
 from redline.errors import ConfigError
 from redline.model.block.config import BlockConfig
@@ -44,17 +42,12 @@ def draft_costs(
 ) -> tuple[Cost, ...]:
     """The costs of a round's drafting, of parts that run one after another.
 
-    depth: the verifying step; its `tokens` - 1 drafts are made. Every part reads the rank's weights, and each row's
-    context, once. head_bits, whole: as in `RoundCase`.
+    depth: the verifying step; its `tokens` - 1 drafts are made. Every part reads the rank's weights, and what the
+    rank's heads attend to of each row's context, once. head_bits, whole: of chains, as in `RoundCase`.
     """
     if isinstance(config, BlockConfig):
-        return _of_block(config, depth, whole)
+        return _of_block(config, depth)
     return _of_chain(config, depth, head_bits, whole)
-
-
-def total(costs: Sequence[Cost]) -> Cost:
-    """The sum of the parts."""
-    return Cost(sum(each.bytes for each in costs), sum(each.flops for each in costs))
 
 
 def drafter_weights(config: DrafterConfig) -> int:
@@ -93,17 +86,17 @@ def _of_chain(c: Eagle3Config, depth: DepthCase, head_bits: int, whole: bool) ->
     return (Cost(2 * fuse, 2 * tokens * fuse) + further, *[further] * (depth.tokens - 2))
 
 
-def _of_block(c: BlockConfig, depth: DepthCase, whole: bool) -> tuple[Cost, ...]:
+def _of_block(c: BlockConfig, depth: DepthCase) -> tuple[Cost, ...]:
     """The context rows with the pass over all blocks, the head over all drafts, and the bias of each draft."""
     rows, tokens, drafts = depth.rows, depth.rows * depth.tokens, depth.tokens - 1
     positions, context = rows * c.block_size, depth.rows * depth.context
-    body = 1 if whole else body_ranks(c, depth.ranks)
+    body = body_ranks(c, depth.ranks)
     fuse, layers = c.hidden_size * c.fused_width, _layers_of_block(c) - body_left_out(c, body)
     written = c.num_hidden_layers * c.hidden_size * c.row_width
     scores = 4 * c.num_hidden_layers * c.num_attention_heads // body * c.head_dim * c.block_size * context
     head = c.hidden_size * head_rows(c) // head_ranks(c, depth.ranks)
     read = Cost(
-        2 * (fuse + layers) + context * c.kv_bytes_per_token(depth.kv_dtype),
+        2 * (fuse + layers) + context * c.kv_bytes_per_token(depth.kv_dtype) // body,
         2 * tokens * (fuse + written) + 2 * positions * layers + scores,
     )
     bias = c.markov_rank * head_rows(c)

@@ -229,7 +229,8 @@ class PredictedRanks:
         return step, drafting + drafts * meeting / 1e3
 
     def block_round(self, shape: str, kv_dtype: str = "bf16") -> tuple[PredictedStep, float]:
-        """As `round`, for a block drafter of BLOCKS, with BLOCK_DRAFTS draft tokens."""
+        """(the verifying step, milliseconds of drafting) of one row with a block drafter of BLOCKS, of BLOCK_DRAFTS
+        draft tokens: two all-reduces a layer and one gather."""
         rates = rates_of(golden_block(BLOCK_DRAFTS), BLOCK_DRAFTS, "accept")
         drafter = public_drafter(shape, self.config)
         assert isinstance(drafter, BlockConfig)

@@ -46,7 +46,7 @@ from redline.worker.config import HEAD_BITS
 from redline.worker.engine import free_memory, pick_device
 
 GOLDEN_NAME = "golden"
-CHAIN_DRAFTS, BLOCK_DRAFTS = (1, 2, 3, 4), (3, 5, 7)  # draft tokens per round, by default
+DRAFTS_OF_CHAINS, DRAFTS_OF_BLOCKS = (1, 2, 3, 4), (3, 5, 7)  # draft tokens per round, by default
 
 
 class RoundsConfig(Record, frozen=True):
@@ -54,7 +54,7 @@ class RoundsConfig(Record, frozen=True):
 
     step: DepthConfig  # its `tokens` is set to 1 + k
     draft_shape: str  # of `drafters.DRAFT_SHAPES`
-    k: tuple[int, ...] = ()  # draft tokens per round; empty: CHAIN_DRAFTS or BLOCK_DRAFTS
+    k: tuple[int, ...] = ()  # draft tokens per round; empty: DRAFTS_OF_CHAINS or DRAFTS_OF_BLOCKS
     draft_head_bits: int = 16  # bits per weight of the drafter's head: 16 or 8
     accept: str = GOLDEN_NAME  # mean tokens per round by k; or, for one k, a length or rates (`policy.synthetic`)
 
@@ -83,7 +83,7 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
     if config.draft_head_bits not in HEAD_BITS:
         raise ConfigError(f"draft-head-bits is {config.draft_head_bits}; expected 16 or 8")
     found: list[RoundCase] = []
-    drafts = config.k or (CHAIN_DRAFTS if config.draft_shape == EAGLE3_MLA else BLOCK_DRAFTS)
+    drafts = config.k or (DRAFTS_OF_CHAINS if config.draft_shape == EAGLE3_MLA else DRAFTS_OF_BLOCKS)
     for context, rows, k in itertools.product(config.step.context, config.step.batch, drafts):
         asked = msgspec.structs.replace(config.step, context=(context,), batch=(rows,), tokens=(1 + k,))
         (depth,) = cases(asked, forced=forced)
@@ -157,7 +157,7 @@ def _memory(case: RoundCase, repeats: int) -> DepthMemory:
     """While loading, the drafter's weights are in memory twice: whole, and as this rank's shard."""
     grows = case.reach(repeats) - case.depth.context - case.depth.tokens
     numbers = 2 * drafter_weights(case.drafter) - left_out(case.drafter, case.depth.ranks)
-    return DepthMemory(case.depth, 2 * numbers, grows)
+    return DepthMemory(case.depth, 2 * numbers, grows, case.drafter.kv_bytes_per_token(case.depth.kv_dtype))
 
 
 def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Drafter]:
@@ -187,9 +187,12 @@ def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
     append(save, record)
     if timing.trace is not None and find_spec("matplotlib") is not None:
         bits, routing = record.draft_head_bits, record.routing
-        case = f"{record.drafter}, {record.rows} rows, k {record.k}, routing {routing}, head in {bits} bits"
+        sizes = f"context {record.context:,}, {record.rows} rows, k {record.k}"
+        case = f"{record.drafter}, {sizes}, routing {routing}, head in {bits} bits"
         what = f"{record.shape} on {record.gpu}: {case}, {record.ms:.2f} ms per round, idle {record.idle_share:.1%}"
-        name = f"{record.drafter}-{record.rows}-rows-k{record.k}-{routing.replace(' ', '-')}-{bits}-bits"
+        name = (
+            f"{record.drafter}-{record.context}-{record.rows}-rows-k{record.k}-{routing.replace(' ', '-')}-{bits}-bits"
+        )
         draw(timing.trace, record.ms, what, save.with_name(f"{save.stem}-{name}.png"))
 
 

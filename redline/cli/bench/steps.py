@@ -80,7 +80,7 @@ class DecodeFlags(Record, frozen=True):
         str | None,
         Meta(
             description="Mean tokens per row and round. golden: 1.83, 2.43, 2.88, 3.24, 3.46 with 1 to 5 draft tokens; "
-            "of a block 3.33, 4.44, 5.30 with 3, 5, 7 (0.878 for each draft, as z-lab/Kimi-K2.5-DFlash on GSM8K). Or, "
+            "of a block 3.33, 4.44, 5.30 with 3, 5, 7 (0.878 for each draft, which gives DFlash's published 5.30). Or, "
             "for one --k, an acceptance length such as 2.88, or rates such as 0.83,0.6,0.45. Default: golden."
         ),
         Flag(metavar="golden|LENGTH|RATES"),

@@ -1,5 +1,7 @@
 """Bytes that a round of speculative decoding must read, and its timing: on a CPU, also with the GPU's model."""
 
+import functools
+import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from redline.bench.step import rounds
 from redline.bench.step.depth import DepthCase
 from redline.bench.step.depth_fit import DepthMemory
 from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
-from redline.bench.step.drafters import DRAFT_SHAPES, draft_costs, drafter_weights, public_drafter, total
+from redline.bench.step.drafters import DRAFT_SHAPES, draft_costs, drafter_weights, public_drafter
 from redline.bench.step.rounds import (
     RoundCase,
     RoundTiming,
@@ -53,7 +55,9 @@ def kimi(k: int, **changes: Any) -> RoundCase:
 
 
 def cost(case: RoundCase) -> Cost:
-    return total(draft_costs(case.drafter, case.depth, head_bits=case.head_bits, whole=case.whole))
+    """Of all parts of a round's drafting together."""
+    parts = draft_costs(case.drafter, case.depth, head_bits=case.head_bits, whole=case.whole)
+    return functools.reduce(operator.add, parts)
 
 
 def on_a_cpu(case: RoundCase) -> Models:
@@ -132,8 +136,10 @@ def test_a_block_is_read_once_and_its_bias_for_every_draft():
     assert many.bytes - few.bytes == 4 * 2 * 163_840 * 256
     two = cost(block_round("dspark", k=7, context=0, ranks=2))
     assert many.bytes - two.bytes == head // 2 + 2 * left_out(public_drafter("dspark", KIMI_K26), 2)
-    behind = cost(block_round("dspark", k=7, context=1000))
-    assert behind.bytes - many.bytes == 2 * 1000 * 3 * 2 * 8 * 128 * 2
+    behind = [cost(block_round("dspark", k=7, context=1000, ranks=ranks)) for ranks in (1, 2)]
+    rows = 2 * 1000 * 3 * 2 * 8 * 128 * 2
+    assert behind[0].bytes - many.bytes == rows
+    assert behind[1].bytes - two.bytes == rows // 2, "a rank reads its own key heads"
 
 
 def test_the_floor_of_a_round_is_that_of_its_parts():

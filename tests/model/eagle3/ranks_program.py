@@ -77,7 +77,7 @@ PASSES = {  # by drafter and ranks; Triton's interpreter is slow for rows of the
 
 
 class Result(NamedTuple):
-    """The results of a drafter's passes: (normed, fed, logits) of each, a block's drafts without fed; and its pages."""
+    """The results of a drafter's passes: (normed, fed, logits) of each, for a block its states twice; and its pages."""
 
     passes: list[tuple[Tensor, Tensor, Tensor]]
     plane: Tensor

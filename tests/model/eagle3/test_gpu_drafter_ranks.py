@@ -155,7 +155,9 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
         if isinstance(drafter, GpuServedBlock):
             parts += [layer._asdict() for layer in drafter._layers]
         else:
-            parts += [vars(drafter._attention), vars(getattr(drafter._attention, "_w", None) or object)]
+            parts.append(vars(drafter._attention))
+            if hasattr(drafter._attention, "_w"):
+                parts.append(vars(drafter._attention._w))
         for part in parts:
             for one in part.values():
                 numbers += torch.Size(one.shape).numel() if isinstance(one, Tiled) else 0
