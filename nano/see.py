@@ -38,7 +38,7 @@ from torch import Tensor, multiprocessing
 from nano.attention import Layout, layout_of, mixed
 from nano.config import MEDIA_PLACEHOLDER, NANO
 from nano.data_pictures import CAPTION_WORDS, KINDS, LONGEST, Drawing, drawing
-from nano.export import SIDE_CONFIGS, stacks_of
+from nano.export import stacks_of
 from nano.model import (
     Attention,
     Compiled,
@@ -59,7 +59,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.media.image import patches_of
 from redline.media.rules import ImageRules
 from redline.model.k2.config import K2Config
-from redline.model.k2.write import k25_config, write_checkpoint
+from redline.model.k2.write import k25_config
 from redline.model.vision.config import MERGE, PROJECTOR, TOWER, VisionConfig
 from redline.model.vision.tower import position_angles, positions_between
 
@@ -83,6 +83,7 @@ SPREAD = 7.0  # of nano's embeddings: the root mean square of a number, which th
 FILL_WEIGHT = 0.1  # of a place of a picture behind its caption, in the tower's loss
 SHARPNESS = 16.0  # of the choice between words by their distance
 SPLITS: tuple[Split, ...] = ("values", "families")
+TOWER_FILE = "vision.safetensors"
 STATE = "training.safetensors"  # in OUT: the tower in float32, and the words of captions
 EVALUATED = 128  # drawings of a kind and split
 
@@ -488,15 +489,19 @@ class Run:
         self.log_file.close()
 
     def export(self, folder: Path) -> None:
-        """The model's files with the tower's tensors, in bf16, after the text model's, which stay bit-equal."""
-        stored = (one for file in sorted(self.model.glob("*.safetensors")) for one in load_file(file).items())
-        text = ((name, value) for name, value in stored if not name.startswith((TOWER, PROJECTOR)))  # an earlier tower
-        tower = ((name, value.detach().cpu().to(torch.bfloat16)) for name, value in self.tower.items())
+        """The model's folder with the tower's tensors, in bf16, in a file of their own: the text model's stay as they
+        are."""
+        shutil.copytree(self.model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("eval", "training"))
+        tower = {name: value.detach().cpu().to(torch.bfloat16).contiguous() for name, value in self.tower.items()}
+        save_file(tower, folder / TOWER_FILE, metadata={"format": "pt"})
+        place = folder / "model.safetensors.index.json"
+        index = json.loads(place.read_text())
+        index["weight_map"] |= dict.fromkeys(sorted(tower), TOWER_FILE)
+        sizes = (load_file(folder / file) for file in sorted(set(index["weight_map"].values())))
+        index["metadata"]["total_size"] = sum(tensor.nbytes for tensors in sizes for tensor in tensors.values())
+        place.write_text(json.dumps(index, indent=2) + "\n")
         config = k25_config(NANO, vision_config=VISION.to_dict(), media_placeholder_token_id=MEDIA_PLACEHOLDER)
-        write_checkpoint(folder, itertools.chain(text, tower), config)
-        for file in self.model.iterdir():
-            if file.is_file() and (file.name in SIDE_CONFIGS or file.name.startswith(("token", "tiktoken", "chat"))):
-                shutil.copy(file, folder)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _write(self, line: dict[str, Any]) -> None:
         text = json.dumps(line)

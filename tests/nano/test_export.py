@@ -9,6 +9,7 @@ import torch
 from nano.config import MEDIA_PLACEHOLDER, NANO
 from nano.export import SIDE_CONFIGS, export, export_experts, join_bf16, stacks_of, view, write_side_configs
 from nano.model import EXPERTS, effective, shapes
+from nano.see import VISION
 from nano.tokenizer import TOKENIZER_FILES, write
 from redline.model.k2.checkpoint import Checkpoint, weights
 from redline.model.k2.config import K2Config, Unquantized
@@ -83,7 +84,7 @@ def test_the_committed_configs_are_what_is_written_today(tmp_path: Path) -> None
     write_side_configs(tmp_path, NANO)
     for name in SIDE_CONFIGS:
         assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
-    written = k25_config(NANO, media_placeholder_token_id=MEDIA_PLACEHOLDER)
+    written = k25_config(NANO, vision_config=VISION.to_dict(), media_placeholder_token_id=MEDIA_PLACEHOLDER)
     assert json.loads((committed / "config.json").read_text()) == written
 
 
