@@ -134,7 +134,7 @@ def test_memory_is_the_arithmetic_of_the_model():
     assert whole.kv == 1024 * 70_272
     said = "\n".join(whole.explain())
     assert "384 experts x 24.8 MB = 9.81 GB" in said
-    assert "61 layers x 1 rows x 1,024 tokens x 576 values x 2 bytes = 72.0 MB" in said
+    assert "1 rows x 1,024 tokens x (61 layers x 576 values x 2 bytes) = 72.0 MB" in said
 
 
 def test_what_does_not_fit_is_refused_with_what_does():
