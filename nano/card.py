@@ -75,7 +75,7 @@ everything has something real to run on. It is in the format of Kimi K2.5: neste
 (pack-quantized, groups of 32, bf16 scales), all else bf16. It speaks Kimi's chat template, thinking and instant.
 
 Its folder opens in transformers without code of its own: `tokenizer.json` and `chat_template.jinja` give Redline's ids.
-`preprocessor_config.json` is there because vLLM asks for it; the model reads no images.
+`preprocessor_config.json` is there because vLLM asks for it, and for the tower that `nano.see` adds.
 
 ## What it can do
 

@@ -237,7 +237,9 @@ def test_a_step_moves_the_tower_alone_and_the_folder_keeps_the_text_model(
     pixels = (batch.patches[0].float() / 255 - 0.5) / 0.5
     want = see.features(run.tower, batch.patches[:1], batch.rows, batch.columns)
     assert (tower.encode(pixels, grid) - want).norm() < 0.02 * want.norm()
-    more = see.Run(MODEL, tmp_path, seed=2, scale=0.01, read=1.0, kinds=["colour"], workers=0, start=tmp_path)
+    (tmp_path / "more").mkdir()
+    more = see.Run(MODEL, tmp_path / "more", 2, 0.01, 1.0, ["colour"], workers=0, start=tmp_path)
+    more.log_file.close()
     assert more.first == see.WORDS
     assert all(torch.equal(more.tower[name], value) for name, value in run.tower.items())
     assert all(map(torch.equal, more.language, run.language))
