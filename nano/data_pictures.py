@@ -9,7 +9,7 @@ depends on nothing but the picture.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ CAPTION_WORDS = (
 LONGEST = 16  # words of a caption
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 ORDER = ("first", "second")
+AGAIN = 0.3  # share of a chat with two questions, among the drawings for training about which more can be asked
 
 _ASKED = {
     "shape": """
@@ -167,14 +168,24 @@ class Drawing:
     reasoning: str
     answer: str
     thinking: bool = True
+    earlier: tuple[str, str] | None = None  # a question about the same picture that was asked before, and its answer
 
 
 def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int], *, plain: bool = False) -> Drawing:
     """One of this kind; pictures have `size` in pixels, width and height. plain: as in `Canvas`."""
     made = _MADE[kind](rng, split, Sheet(size, plain))
-    question = casual(rng, ASKED[kind].pick(rng, split).format(**made.names))
+    asked = Asked(kind, made.reasoning, made.answer, made.names)
     thinking = split != "train" or rng.random() >= INSTANT
-    return Drawing(kind, made.pictures, made.captions, question, made.reasoning, made.answer, thinking)
+    earlier = None
+    if split == "train" and made.others and rng.random() < AGAIN:
+        first, asked = rng.sample([asked, rng.choice(made.others)], 2)
+        earlier = _question(rng, split, first), first.answer
+    question = _question(rng, split, asked)
+    return Drawing(kind, made.pictures, made.captions, question, asked.reasoning, asked.answer, thinking, earlier)
+
+
+def _question(rng: random.Random, split: Split, asked: "Asked") -> str:
+    return casual(rng, ASKED[asked.kind].pick(rng, split).format(**asked.names))
 
 
 class Sheet(NamedTuple):
@@ -195,12 +206,22 @@ class Sheet(NamedTuple):
         return canvas.picture()
 
 
+class Asked(NamedTuple):
+    """A question: its kind, the sentence that reasons its answer, the answer, and what its wording names."""
+
+    kind: str
+    reasoning: str
+    answer: str
+    names: dict[str, Any]
+
+
 class _Made(NamedTuple):
     pictures: list[Image.Image]
     captions: list[list[str]]
     reasoning: str
     answer: str
     names: dict[str, Any]
+    others: Sequence[Asked] = ()  # questions that may be asked about the same picture
 
 
 def _tinted(rng: random.Random, colour: str) -> tuple[int, ...]:
@@ -229,6 +250,19 @@ def _caption(size: tuple[int, int], things: list[Thing]) -> list[str]:
     return said
 
 
+def _others(kind: str, things: list[Thing]) -> list[Asked]:
+    """Questions of other kinds about things: the shape of a single one, colours, and numbers."""
+    shapes = [thing.shape for thing in things]
+    found = [Asked("shape", f"The shape is a {shapes[0]}.", shapes[0], {})] if len(things) == 1 else []
+    for thing in things:
+        number = shapes.count(thing.shape)
+        found.append(Asked("count", f"The {thing.shape}s: {NUMBERS[number]}.", NUMBERS[number], {"s": thing.shape}))
+        if number == 1:
+            reasoning = f"The {thing.shape} is {thing.colour}."
+            found.append(Asked("colour", reasoning, thing.colour, {"s": thing.shape}))
+    return [asked for asked in found if asked.kind != kind]
+
+
 def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] = (0.3, 0.85)) -> Thing:
     return _placed(rng, rng.choice(SHAPES), rng.choice(list(COLOURS)), size, share)
 
@@ -236,15 +270,15 @@ def _one(rng: random.Random, size: tuple[int, int], share: tuple[float, float] =
 def _shape(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     thing = _one(rng, sheet.size)
     reasoning = f"The shape is a {thing.shape}."
-    return _Made([sheet.drawn(rng, [thing])], [_caption(sheet.size, [thing])], reasoning, thing.shape, {})
+    drawn, said = sheet.drawn(rng, [thing]), _caption(sheet.size, [thing])
+    return _Made([drawn], [said], reasoning, thing.shape, {}, _others("shape", [thing]))
 
 
 def _colour(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
     thing = _one(rng, sheet.size)
     reasoning = f"The {thing.shape} is {thing.colour}."
-    return _Made(
-        [sheet.drawn(rng, [thing])], [_caption(sheet.size, [thing])], reasoning, thing.colour, {"s": thing.shape}
-    )
+    drawn, said = sheet.drawn(rng, [thing]), _caption(sheet.size, [thing])
+    return _Made([drawn], [said], reasoning, thing.colour, {"s": thing.shape}, _others("colour", [thing]))
 
 
 def _apart(
@@ -298,6 +332,7 @@ def _place(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
         reasoning,
         answer,
         {"c": asked.colour, "s": asked.shape},
+        _others("place", things),
     )
 
 
@@ -312,7 +347,8 @@ def _size(rng: random.Random, split: Split, sheet: Sheet) -> _Made:
         x = rng.uniform(half + 2, size[0] / 2 - half) + (0 if left else size[0] / 2 - 2)
         things.append(Thing(shape, rng.choice(list(COLOURS)), x, rng.uniform(half + 2, size[1] - half - 2), half))
     reasoning = f"The {first} is larger."
-    return _Made([sheet.drawn(rng, things)], [_caption(sheet.size, things)], reasoning, first, {})
+    drawn, said = sheet.drawn(rng, things), _caption(sheet.size, things)
+    return _Made([drawn], [said], reasoning, first, {}, _others("size", things))
 
 
 def _text_of(rng: random.Random, split: Split) -> str:

@@ -1,13 +1,10 @@
-"""Muon for matrices, AdamW for the rest, over stacks of float32 masters.
-
-Muon (Jordan et al., "Muon: An optimizer for hidden layers", 2024): the momentum of a matrix is replaced by the nearest
-matrix whose singular values are all near one, found by Newton-Schulz steps. A stack of matrices takes them together.
-"""
+"""Muon for matrices, AdamW for the rest, over stacks of float32 masters. A stack of matrices moves together."""
 
 import torch
 from torch import Tensor
 
 from nano.model import Weights
+from redline.draft.train.muon import orthogonalized
 
 # Rates at the plateau of the schedule, for about 131 thousand tokens a step.
 MATRIX_RATE = 0.02
@@ -73,20 +70,6 @@ class Optimizer:
 
 def _rate(name: str) -> float:
     return RATES["norm" if name.endswith("norm") else name]
-
-
-def orthogonalized(stack: Tensor, steps: int = 5) -> Tensor:
-    """[..., N, K] -> the same shape: each matrix with its own singular vectors, and singular values of 0.7 to 1.2."""
-    # bf16 is precise enough for a direction; CPUs without bf16 units are far slower in it.
-    x = stack.flatten(0, -3).to(torch.bfloat16 if stack.is_cuda else torch.float32)
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
-        # Jordan's quintic, steep at zero so that small singular values rise fast.
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x if wide else x.mT).reshape(stack.shape)
 
 
 def schedule(progress: float, warmup: float = 0.01, decay: float = 0.5) -> float:

@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,12 @@ from nano.model import (
     route,
     swiglu,
 )  # fmt: skip
-from nano.optim import orthogonalized, schedule
+from nano.optim import schedule
 from nano.sample import Split
 from redline.chat.conversation import Conversation, Message, Picture
 from redline.chat.template import render
 from redline.chat.tokenizer import Tokenizer
+from redline.draft.train.muon import orthogonalized
 from redline.media.image import patches_of
 from redline.media.rules import ImageRules
 from redline.model.k2.config import K2Config
@@ -72,7 +74,7 @@ SMALL = ((4, 4), (4, 4), (5, 4), (4, 5))  # sizes in tokens of 28 x 28 pixels: w
 LARGE = ((8, 8), (8, 8), (6, 6), (8, 6), (6, 8), (9, 7), (10, 7), (12, 8))
 FILLED = 0.3  # share of the drawings that fill their last tokens; of the others a part is padding, which is black
 SAYING = {"place": 2.0, "word": 0.5}  # how often a kind is drawn while words are learnt, where it is not 1
-SEEING = {"word": 3.0, "place": 1.5, "count": 1.5}  # and later
+SEEING = {"word": 3.0, "place": 2.0, "count": 1.5}  # and later
 BATCH = 256  # drawings of a step, of pictures of 224 x 224
 WORDS, LOOK = 0.15, 0.45  # shares of the time for the words of captions, and for the tower without the text model
 WORDS_RATE, WORDS_BATCH = 0.2, 64  # highest learning rate of the words of captions; most drawings of a step
@@ -82,9 +84,11 @@ MOMENTUM, WARM = 0.95, 0.03  # of Muon; share of a phase in which the learning r
 SPREAD = 7.0  # of nano's embeddings: the root mean square of a number, which the projector must reach
 FILL_WEIGHT = 0.1  # of a place of a picture behind its caption, in the tower's loss
 SHARPNESS = 16.0  # of the choice between words by their distance
+_ROLES = ("user", "assistant", "user")
 SPLITS: tuple[Split, ...] = ("values", "families")
 TOWER_FILE = "vision.safetensors"
 STATE = "training.safetensors"  # in OUT: the tower in float32, and the words of captions
+KEPT_EVERY = 120.0  # seconds
 EVALUATED = 128  # drawings of a kind and split
 
 
@@ -119,8 +123,10 @@ def batch_of(tokenizer: Tokenizer, drawings: Sequence[Drawing]) -> Batch:
     lines: list[list[int]] = []
     learnt: list[int] = []
     for one in drawings:
-        asked = Message(role="user", content=one.question, pictures=(known,) * len(one.pictures))
-        ids = tokenizer.encode_pieces(render(Conversation(messages=(asked,), thinking=one.thinking)))
+        said = [one.question] if one.earlier is None else [*one.earlier, one.question]
+        messages = tuple(Message(role=role, content=text) for role, text in zip(_ROLES, said, strict=False))
+        shown = (msgspec.structs.replace(messages[0], pictures=(known,) * len(one.pictures)), *messages[1:])
+        ids = tokenizer.encode_pieces(render(Conversation(messages=shown, thinking=one.thinking)))
         learnt.append(len(ids))
         thought = [*_spelled(tokenizer, one, one.reasoning), tokenizer.specials["</think>"]] if one.thinking else []
         lines.append([*ids, *thought, *_spelled(tokenizer, one, one.answer), tokenizer.specials["<|im_end|>"]])
@@ -381,7 +387,7 @@ class Run:
     def train(self, seconds: float) -> None:
         """Takes steps until `seconds` after the first one began: words first, unless they are known from an earlier
         training, then looking, then both together."""
-        began = shown = time.monotonic()
+        began = shown = kept = time.monotonic()
         seen = steps = 0
         looking = self.first > 0
         while (now := time.monotonic()) - began < seconds:
@@ -399,6 +405,9 @@ class Run:
                 shown = now
                 rounded = {name: round(float(value.float().mean()), 4) for name, value in figures.items()}
                 self._write({"seconds": round(now - began), "drawings": seen, "steps": steps, **rounded})
+            if now - kept >= KEPT_EVERY:
+                kept = now
+                self.keep()
         self._write({"seconds": round(seconds), "drawings": seen, "steps": steps})
 
     def learn_words(self, batch: Batch, factor: float) -> dict[str, Tensor]:
@@ -472,8 +481,7 @@ class Run:
         for worker in self.workers:
             worker.kill()
         self.export(self.out / "kimi-nano")
-        state = {**self.tower, **self.language.named()}
-        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, self.out / STATE)
+        self.keep()
         tokenizer, shares = Tokenizer.open(self.model), dict[str, dict[str, dict[str, float]]]()
         for split, kind in itertools.product(SPLITS, self.kinds):
             rng, found = random.Random(f"{split} {kind}"), {"right": list[Tensor](), "told": list[Tensor]()}
@@ -487,6 +495,12 @@ class Run:
                 shares.setdefault(name, {}).setdefault(split, {})[kind] = share
         self._write(shares)
         self.log_file.close()
+
+    def keep(self) -> None:
+        """Writes what `--start` reads."""
+        state = {**self.tower, **self.language.named()}
+        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, self.out / ".writing")
+        (self.out / ".writing").replace(self.out / STATE)
 
     def export(self, folder: Path) -> None:
         """The model's folder with the tower's tensors, in bf16, in a file of their own: the text model's stay as they

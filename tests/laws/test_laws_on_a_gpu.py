@@ -7,6 +7,8 @@ python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
 
 import contextlib
 import itertools
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -119,12 +121,16 @@ def same(
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with random block drafters, whose drafts are seldom right."""
+    """A folder with random block drafters, whose drafts are seldom right. REDLINE_TEST_DSPARK: the folder of a trained
+    one for Kimi-Nano, used in place of the random DSpark drafter.
+    """
     folder, target = tmp_path_factory.mktemp("blocks"), K2Config.from_folder(NANO)
     for kind in ("dflash", "dspark"):
         torch.manual_seed(5)
         config = BlockConfig.for_target(target, kind=kind, layer_ids=(2, 4, 5), num_hidden_layers=2, markov_rank=64)
         BlockDrafter(config).save(folder / kind)
+    if trained := os.environ.get("REDLINE_TEST_DSPARK"):
+        shutil.copytree(trained, folder / "dspark", dirs_exist_ok=True)
     return folder
 
 

@@ -24,7 +24,8 @@ from nano.model import (
     mean_loss,
     route,
 )
-from nano.optim import Optimizer, balance, orthogonalized, schedule
+from nano.optim import Optimizer, balance, schedule
+from redline.draft.train.muon import orthogonalized
 from redline.model.k2.config import K2Config
 from redline.model.k2.write import tiny_config
 from redline.ops.formats import fake_int4

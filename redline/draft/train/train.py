@@ -25,6 +25,7 @@ from redline.draft.mine.report import drawn, tell_skipped
 from redline.draft.train import train_state
 from redline.draft.train.batches import Source, is_held_out
 from redline.draft.train.curve import write_curve
+from redline.draft.train.initial import set_initial
 from redline.draft.train.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError
 from redline.messages.base import Record
@@ -302,6 +303,8 @@ def drafter_to_train(
     else:
         drafter = new_drafter(config, target, source, layer_ids)
         drafter.initialise(embedding, head)
+        if isinstance(drafter, BlockDrafter):
+            set_initial(drafter, source, config.recipe.seed)
     drafter = drafter.to(device)
     head = head.to(device)
     drafter.attach(embedding.to(device), head)

@@ -48,7 +48,7 @@ def put(into: Tensor, value: Tensor) -> None:
 
 
 class Moments:
-    """The weights and AdamW's state by parameter, wherever the optimiser stores them. All ranks must call the methods.
+    """The weights and the optimiser's state by parameter, wherever it stores them. All ranks must call the methods.
 
     names  of the trainable parameters of `model`, in order
     """
@@ -73,7 +73,7 @@ class Moments:
                 continue
             found[f"model.{name}"] = whole(parameter.detach())
             entry = self._optimizer.state[parameter]
-            for moment in MOMENTS:
+            for moment in entry.keys() & MOMENTS:  # a matrix of Muon's has one
                 found[f"{moment}.{name}"] = whole(entry[moment])
         return max(int(entry["step"]) for entry in self._optimizer.state.values()), found
 
@@ -90,7 +90,7 @@ class Moments:
                 continue
             entry = self._optimizer.state[parameter]
             entry["step"] = torch.tensor(float(steps))
-            for moment in MOMENTS:
+            for moment in MOMENTS[: 1 + (f"{MOMENTS[1]}.{name}" in tensors)]:
                 entry[moment] = torch.zeros_like(parameter)
                 put(entry[moment], tensors[f"{moment}.{name}"])
 

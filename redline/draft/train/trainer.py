@@ -16,6 +16,7 @@ from redline.draft.train import batches, blocks, losses, train_state, ttt
 from redline.draft.train.batches import PrefetchIterator, Source, TrainBatch, TrainSequence
 from redline.draft.train.budget import Reached, TrainBudget, is_agreement, rate
 from redline.draft.train.losses import DrafterMetrics, Kind, Stats, measured
+from redline.draft.train.muon import Muon
 from redline.messages.base import Record
 from redline.model.block.module import BlockDrafter
 from redline.model.drafter import Drafter
@@ -174,12 +175,7 @@ class Trainer:
             sizes = config.num_attention_heads, config.query_width, config.value_width
             self.way, self.why = ttt.choose(self.device, *sizes)
             self._trainee = Trainee(drafter, recipe, self.way)
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in drafter.parameters() if parameter.requires_grad],
-            lr=recipe.lr,
-            betas=recipe.betas,
-            weight_decay=recipe.weight_decay,
-        )
+        optimizer = _optimizer(accelerator, drafter, recipe)
         self._model, self._optimizer = accelerator.prepare(self._trainee, optimizer)
         self.average = Average(self._model, recipe.ema)
         self._names = [
@@ -401,6 +397,17 @@ class Trainer:
 
     def _moments(self) -> train_state.Moments:
         return train_state.Moments(self.accelerator.unwrap_model(self._model), self._optimizer, self._names)
+
+
+def _optimizer(accelerator: Any, drafter: Drafter, recipe: Recipe) -> torch.optim.Optimizer:
+    """Muon for the matrices of a block drafter, else AdamW: also with ZeRO, whose flat partitions have no matrices."""
+    learnt = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    given: dict[str, Any] = {"lr": recipe.lr, "betas": recipe.betas, "weight_decay": recipe.weight_decay}
+    if not isinstance(drafter, BlockDrafter) or getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return torch.optim.AdamW(learnt, **given)
+    matrices = drafter.matrices()
+    taken = {id(parameter) for parameter, _ in matrices}
+    return Muon(matrices, [parameter for parameter in learnt if id(parameter) not in taken], **given)
 
 
 def _added(a: Stats, b: Stats) -> Stats:

@@ -101,6 +101,27 @@ class BlockDrafter(DraftVocabulary):
         """Writes config.json and model.safetensors (bf16) in the public form. Creates the folder."""
         write_folder(Path(folder), self.config.to_dict(), as_stored(self.state_dict()))
 
+    # Training.
+
+    @property
+    def residual_scale(self) -> float:
+        """The size at which a matrix that writes to the residual stream begins and moves, so that all of them together
+        reach the embedding's root mean square. AssertionError before `attach`."""
+        assert self._embedding_VD is not None, "attach the target's embedding first"
+        squares = sum(float(rows.float().square().sum(dtype=torch.float64)) for rows in self._embedding_VD.split(8192))
+        return math.sqrt(squares / self._embedding_VD.numel() / (2 * len(self.layers)))
+
+    def matrices(self) -> list[tuple[nn.Parameter, float]]:
+        """The matrices of fc and of the layers, each with its scale: `residual_scale`, or 1."""
+        scale = self.residual_scale
+        found = [(self.fc.weight, 1.0)]
+        for layer in self.layers:
+            writes = layer.self_attn.o_proj, layer.mlp.down_proj
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    found.append((module.weight, scale if module in writes else 1.0))
+        return found
+
     # The differentiable arithmetic. The dtype is that of the weights.
 
     def context(self, features: Tensor) -> Tensor:
