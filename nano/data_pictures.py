@@ -161,7 +161,7 @@ KINDS = tuple(ASKED)
 class Drawing:
     """Pictures with their captions, a question about them, and the short answer, with the sentences that reason it."""
 
-    kind: str
+    kind: str  # of the question
     pictures: list[Image.Image]
     captions: list[list[str]]  # of CAPTION_WORDS
     question: str
@@ -172,7 +172,10 @@ class Drawing:
 
 
 def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int], *, plain: bool = False) -> Drawing:
-    """One of this kind; pictures have `size` in pixels, width and height. plain: as in `Canvas`."""
+    """One of this kind; pictures have `size` in pixels, width and height. plain: as in `Canvas`.
+
+    In training a chat may have two questions about a picture; the kind is that of one of them.
+    """
     made = _MADE[kind](rng, split, Sheet(size, plain))
     asked = Asked(kind, made.reasoning, made.answer, made.names)
     thinking = split != "train" or rng.random() >= INSTANT
@@ -181,7 +184,7 @@ def drawing(rng: random.Random, split: Split, kind: str, size: tuple[int, int], 
         first, asked = rng.sample([asked, rng.choice(made.others)], 2)
         earlier = _question(rng, split, first), first.answer
     question = _question(rng, split, asked)
-    return Drawing(kind, made.pictures, made.captions, question, asked.reasoning, asked.answer, thinking, earlier)
+    return Drawing(asked.kind, made.pictures, made.captions, question, asked.reasoning, asked.answer, thinking, earlier)
 
 
 def _question(rng: random.Random, split: Split, asked: "Asked") -> str:

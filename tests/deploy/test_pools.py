@@ -49,6 +49,7 @@ def served(folder: Path, more: str = "", meanwhile: Callable[[Server], object] =
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served(tmp_path_factory.mktemp("pools")) as server:
         yield server
+        server.ends_cleanly()
 
 
 def address(server: Server) -> str:
@@ -200,9 +201,3 @@ def test_workers_are_replaced_under_load_and_no_request_fails(pools: Server) -> 
     assert all(worker["epoch"] == before[name]["epoch"] + 1 for name, worker in workers(pools).items())
     with pytest.raises(HTTPError, match="404"):
         admin(pools, "workers/cook/replace", "POST")
-
-
-def test_it_ends_cleanly(pools: Server) -> None:
-    os.killpg(pools.process.pid, signal.SIGTERM)
-    assert pools.ends() == 0
-    assert "Traceback" not in pools.said

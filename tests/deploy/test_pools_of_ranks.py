@@ -43,6 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, server)
         yield server.until_ready()
+        server.ends_cleanly()
     finally:
         server.close()
 
@@ -138,9 +139,3 @@ def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], ser
     assert [pid != rank for pid in followers(server)] == [True]
     for line in ("rank 1 failed", "it is restarted"):
         wait_for(lambda line=line: line in server.said, server)
-
-
-def test_it_ends_cleanly(server: Server) -> None:
-    os.killpg(server.process.pid, signal.SIGTERM)
-    assert server.ends() == 0
-    assert "Traceback" not in server.said

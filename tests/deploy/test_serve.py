@@ -127,6 +127,18 @@ class Server:
         self._listener.join()
         return code
 
+    def ends_cleanly(self, everyone: bool = True) -> None:
+        """SIGTERM, to the group or to the first process alone, ends it: exit code 0, and no traceback was printed.
+
+        Called as a fixture ends: a test would not stay the last one where tests move between processes.
+        """
+        if everyone:
+            os.killpg(self.process.pid, signal.SIGTERM)
+        else:
+            self.process.terminate()
+        assert self.ends() == 0
+        assert "Traceback" not in self.said
+
     def close(self) -> None:
         """Leave no process running, even if the test failed."""
         self.let_go()

@@ -36,7 +36,7 @@ def test_a_drawing_has_its_answer_in_its_reasoning_and_a_wording_of_its_split(ki
     rng, answers = random.Random(f"{kind} {split}"), Counter[str]()
     held = {wording.lower().strip("?.") for wording in ASKED[kind].held}
     for _ in range(60):
-        one = drawing(rng, split, kind, (112, 84))
+        one = next(one for _ in range(20) if (one := drawing(rng, split, kind, (112, 84))).kind == kind)
         assert [picture.size for picture in one.pictures] == [(112, 84)] * (2 if kind == "two" else 1)
         assert one.answer.lower() in one.reasoning.lower()
         answers[one.answer] += 1
@@ -51,7 +51,7 @@ def test_a_drawing_has_its_answer_in_its_reasoning_and_a_wording_of_its_split(ki
 def test_a_caption_says_what_its_picture_shows(kind: str):
     rng = random.Random(kind)
     for _ in range(60):
-        one = drawing(rng, "train", kind, (112, 84))
+        one = next(one for _ in range(20) if (one := drawing(rng, "train", kind, (112, 84))).kind == kind)
         assert len(one.captions) == len(one.pictures)
         assert not {word for caption in one.captions for word in caption} - set(CAPTION_WORDS)
         assert max(map(len, one.captions)) <= LONGEST
@@ -69,6 +69,23 @@ def test_a_caption_says_what_its_picture_shows(kind: str):
                 assert " ".join(said[1:3]) in one.reasoning
             case _:
                 assert one.answer in said
+
+
+@pytest.mark.parametrize("kind", ["shape", "colour", "place", "size"])
+def test_an_earlier_question_is_of_another_kind_and_about_the_same_picture(kind: str):
+    rng = random.Random(f"earlier {kind}")
+    drawn = [drawing(rng, "train", kind, (112, 84)) for _ in range(80)]
+    chats = [one for one in drawn if one.earlier is not None]
+    assert 8 <= len(chats) < 50
+    for one in chats:
+        assert one.earlier is not None
+        said = one.captions[0]
+        for answer in (one.answer, one.earlier[1]):
+            assert answer in NUMBERS or answer in " ".join(said)
+    assert {one.kind for one in chats} > {kind}, "the kind that was asked for may come first or second"
+    held_out: tuple[Split, ...] = ("values", "families")
+    asked_once = [drawing(rng, split, kind, (112, 84)) for split in held_out for _ in range(20)]
+    assert not [one for one in asked_once if one.earlier]
 
 
 @pytest.mark.parametrize("kind", KINDS)

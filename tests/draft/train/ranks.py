@@ -1,6 +1,7 @@
 """A small training shared by several ranks, stopped once on the way.
 
 python -m tests.draft.train.ranks TARGET OUT KIND...    each kind below with its ranks, all at once, into OUT/KIND
+DRAFTER=dspark: of that kind of drafter, not EAGLE-3
 accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of those in F
 """
 
@@ -19,7 +20,7 @@ from rich.console import Console
 from redline.draft.train import train as training
 from redline.draft.train.batches import is_held_out
 from redline.draft.train.budget import TrainBudget
-from redline.draft.train.train import TrainConfig, train
+from redline.draft.train.train import DrafterSizes, TrainConfig, train
 from redline.draft.train.trainer import Recipe, Trainer
 from redline.model.k2.checkpoint import Checkpoint
 from tests.draft.train.captured import Captured, sequences
@@ -46,19 +47,24 @@ def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
     """Trains, is interrupted in the main process after `stop` steps, and resumes to the end."""
     torch.set_num_threads(1)
     source = Even(sequences(Checkpoint.open(target).plain("lm_head.weight"), [32] * 50))
+    own: dict[str, Any] = {"steps_ahead": 2}
+    sizes = DrafterSizes()
+    if os.environ.get("DRAFTER") == "dspark":
+        own = {}  # every token of an answer is an anchor, so that it does not matter which rank draws them
+        sizes = DrafterSizes(kind="dspark", block_size=4, num_hidden_layers=1, mask_token_id=63, markov_rank=8)
     recipe = Recipe(
         budget=TrainBudget(steps=steps),
         tokens_per_batch=256,
         accumulate=2,
         max_length=32,
-        steps_ahead=2,
         pool=2,
         lr=3e-3,
         l2_sp=1e-4,
         held_out=SHARE,
         log_every=1,
+        **own,
     )
-    config = TrainConfig(target=target, out=out, capture="unread", recipe=recipe)
+    config = TrainConfig(target=target, out=out, capture="unread", recipe=recipe, drafter=sizes)
     training.write_curve = lambda path, log: None  # drawing takes longer than this training
     step = Trainer._step
 

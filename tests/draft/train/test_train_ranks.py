@@ -36,11 +36,12 @@ def assert_same(found: Path, wanted: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_process_learns_and_go_on_where_they_stopped(tmp_path: Path):
+@pytest.mark.parametrize("drafter", ["eagle3", "dspark"])
+def test_two_ranks_learn_what_one_process_learns_and_go_on_where_they_stopped(drafter: str, tmp_path: Path):
     target = target_folder(tmp_path / "target")
     kinds = ["one process", "data parallel", "fully sharded"]
     command = [sys.executable, "-m", "tests.draft.train.ranks", str(target), str(tmp_path), *kinds]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DRAFTER": drafter}
     ran = forked.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
     for kind in kinds[1:]:
