@@ -4,6 +4,7 @@ from typing import Any
 
 from redline.kernels.by_chip import best, checksum, checksums
 from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.attend_block import attend_block
 from redline.kernels.cpu.blocks.step_inputs import step_inputs
 from redline.kernels.cpu.linear import linear
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
@@ -48,6 +49,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
         mla_qkv,
         mla_decode,
         mla_prefill,
+        attend_block,
         best.cpu,
         sample,
         step_inputs,

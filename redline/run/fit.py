@@ -18,11 +18,11 @@ from redline.kernels.cuda.step.step_rows import MOST_STEP
 from redline.messages.job import PAGE_TOKENS
 from redline.messages.step import Shape
 from redline.model.block.config import BlockConfig
-from redline.model.block.serve import TOGETHER
 from redline.model.draft_shard import head_ranks, left_out
 from redline.model.drafter import DrafterConfig
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of, rooms_of, weight_bytes
+from redline.ops.block_attention import TOGETHER
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS

@@ -51,8 +51,25 @@ def pools(tmp_path_factory: pytest.TempPathFactory, place: Path, links: Detours)
     server = Server(folder / "pools.toml", environment={"TMPDIR": str(place)}, really=True)
     try:
         yield server.until_ready()
+        killed_it_leaves_nothing_behind(server, place)
     finally:
         server.close()
+
+
+def killed_it_leaves_nothing_behind(pools: Server, place: Path) -> None:
+    """Not even a stopped worker. Called as the fixture ends, since no test can come after it."""
+    wait_for(lambda: all_ready(pools), pools)
+    pids = {name: worker["pid"] for name, worker in workers(pools).items()}
+    maps = Path(f"/proc/{pids['prefill']}/maps").read_text()
+    parcels = re.search(r"(/\S*/redline-[^/\s]+)/parcels-", maps)
+    assert parcels is not None
+    os.kill(pids["decode-1"], signal.SIGSTOP)
+    os.kill(pids["decode-0"], signal.SIGKILL)  # SIGKILL leaves it no chance to clean up
+    pools.process.kill()
+    assert pools.ends() == -signal.SIGKILL
+    assert not Path(parcels[1]).exists()
+    assert not [*place.glob("redline-*")]
+    assert "Traceback" not in pools.said
 
 
 def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
@@ -149,18 +166,3 @@ def test_where_a_server_is_stopped_and_goes_on_no_token_is_lost(pools: Server) -
     numbers = range(100, 104)
     answers = answers_beside(pools, numbers, stop, when=lambda: any(each["jobs"] for each in workers(pools).values()))
     assert answers == undisturbed(pools, numbers)
-
-
-def test_a_server_that_is_killed_leaves_nothing_behind_not_even_a_stopped_worker(pools: Server, place: Path) -> None:
-    wait_for(lambda: all_ready(pools), pools)
-    pids = {name: worker["pid"] for name, worker in workers(pools).items()}
-    maps = Path(f"/proc/{pids['prefill']}/maps").read_text()
-    parcels = re.search(r"(/\S*/redline-[^/\s]+)/parcels-", maps)
-    assert parcels is not None
-    os.kill(pids["decode-1"], signal.SIGSTOP)
-    os.kill(pids["decode-0"], signal.SIGKILL)  # SIGKILL leaves it no chance to clean up
-    pools.process.kill()
-    assert pools.ends() == -signal.SIGKILL
-    assert not Path(parcels[1]).exists()
-    assert not [*place.glob("redline-*")]
-    assert "Traceback" not in pools.said

@@ -179,6 +179,6 @@ def test_who_listens_to_events_in_vllms_format_knows_what_is_cached_where(two: S
         known[worker] = index.pages_of(worker)
         assert not blocks.left_out
     assert known == cached()
-    assert sum(known.values()) > 10
     ids = answer.choices[0].model_dump()["prompt_token_ids"]
+    assert sum(known.values()) >= len(ids) // 64 > 0
     assert tuple(ids[:64]) in tokens

@@ -4,6 +4,7 @@ the decode worker.
 The last tests here end the ranks of the engines that the tests before them use.
 """
 
+import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -64,14 +65,17 @@ def opened(folder: Path, count: int, **tiers: Any) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[Callable[[str], EngineCore]]:
-    """Engines by a name that begins with the number of ranks, with an empty prefix cache. The engine "2 more" has KV
-    offload tiers for evicted pages.
+    """Engines by a name that begins with the number of ranks, with an empty prefix cache; a new one in place of one
+    whose ranks a test has ended. The engine "2 more" has KV offload tiers for evicted pages.
     """
-    below = {"host_memory": 1 << 24, "disk": str(folder / "disk"), "disk_size": 1 << 28}
     made: dict[str, EngineCore] = {}
+    disks = (folder / f"disk {number}" for number in itertools.count())
 
     def engine(name: str) -> EngineCore:
+        if name in made and int(name[0]) > 1 and others(made[name]).reason:
+            made.pop(name).runner.close()
         if name not in made:
+            below = {"host_memory": 1 << 24, "disk": str(next(disks)), "disk_size": 1 << 28}
             with forked.all_processes():
                 made[name] = opened(folder, int(name[0]), **below if name.endswith("more") else {})
         made[name].planner.forget_idle()
@@ -142,7 +146,8 @@ def test_pages_below_the_cache_come_back_to_every_rank(
 
 def placing(engines: Callable[[str], EngineCore], name: str) -> Pair:
     """A pair in which the second engine, of this name, has placed one KV chunk and waits for more."""
-    both = Pair(engines("1"), engines(name), area_bytes=AREA)
+    run(engines(name), [job("first", prompt(seed=22, length=20))])  # until then a rank may be loading
+    both = Pair(engines("1 of prompts"), engines(name), area_bytes=AREA)
     memory = others(both.answers.engine).memory
     before = memory.told
     both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])
@@ -192,7 +197,8 @@ def test_a_rank_that_is_stopped_with_a_parcel_and_no_step_is_named(
     engines: Callable[[str], EngineCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "SILENT_BEATS", 3)
-    both = Pair(engines("1"), engines("2 more"), area_bytes=AREA)
+    run(engines("2 more"), [job("first", prompt(seed=22, length=20))])
+    both = Pair(engines("1 of prompts"), engines("2 more"), area_bytes=AREA)
     others(both.answers.engine)._processes[0].send_signal(signal.SIGSTOP)
     number = others(both.answers.engine).memory.told + 1
     both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.attend_block import attend_block
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
-from redline.messages.job import PAGE_TOKENS
 from redline.model.block.config import BlockConfig
 from redline.model.k2.cpu import K2
 from redline.ops.add_norm import rms_norm
 from redline.ops.gqa import heads_and_row
 from redline.ops.mla import angles, stored
-
-TOGETHER = 16_384  # rows of contexts that attention reads at once, of all blocks together
 
 
 class BlockRows(NamedTuple):
@@ -137,52 +135,17 @@ class ServedBlock:
         return _norm(residual, self._norm, eps).unflatten(0, (count, size))
 
     def _attend(self, q_RBHX: Tensor, own_RBW: Tensor, blocks: BlockRows, plane: Tensor, window: int | None) -> Tensor:
-        """Attention of the blocks to their contexts, and to their own rows -> float32 [R, B, H, X].
-
-        plane: of one layer. The contexts are read in parts of at most TOGETHER rows, so that a long one takes no more
-        memory; `fit` counts a part.
-        """
-        groups, width = self.config.num_key_value_heads, self.config.head_dim
-        count, size, heads = q_RBHX.shape[:3]
-        # The heads of a group, at all positions, are the rows of one product: [R, G, M, X].
-        q = (q_RBHX.float() * self.config.softmax_scale).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        position_RB = blocks.starts_R[:, None] + torch.arange(size)
-        used_RB = torch.arange(size) < blocks.counts_R[:, None].clamp_min(1)
-        most = torch.full((count, groups, q.shape[2]), -torch.inf)
-        mass, mixed = torch.zeros_like(most), torch.zeros_like(q)
-
-        def add(rows_RSW: Tensor, place_RS: Tensor, there_RS: Tensor) -> None:
-            """Adds rows to the running softmax."""
-            nonlocal most, mass, mixed
-            # One pass over the rows: to float32, and to [keys, values][R, G, S, X].
-            of_groups = rows_RSW.unflatten(-1, (2, groups, width)).permute(2, 0, 3, 1, 4)
-            keys, values = torch.empty(of_groups.shape).copy_(of_groups)
-            seen = there_RS[:, None].expand(-1, size, -1)
-            if window is not None:
-                distance = position_RB[:, :, None] - place_RS[:, None]
-                seen = seen & (distance >= 0) & (distance < window)
-            scores = q @ keys.mT
-            # A query's heads come first in a row of the product, its positions last.
-            scores = scores.unflatten(2, (heads // groups, size)).masked_fill_(~seen[:, None, None], -torch.inf)
-            scores = scores.flatten(2, 3)
-            if not there_RS.all():  # nothing was written there, or rows that were not accepted: maybe not even numbers
-                values.masked_fill_(~there_RS[:, None, :, None], 0.0)
-            higher = torch.maximum(most, scores.amax(-1))
-            safe = higher.masked_fill(higher == -torch.inf, 0.0)
-            weights, fade = (scores - safe[..., None]).exp_(), (most - safe).exp()
-            most, mass = higher, mass * fade + weights.sum(-1)
-            mixed = mixed * fade[..., None] + weights @ values
-
-        places = max(1, TOGETHER // (PAGE_TOKENS * count)) * PAGE_TOKENS
-        for first in range(0, blocks.longest, places):
-            end = min(first + places, blocks.longest)
-            place_S = torch.arange(first, end)
-            table_RP = blocks.tables_RP[:, first // PAGE_TOKENS : -(-end // PAGE_TOKENS)].long()
-            rows_RSW = plane[table_RP].flatten(1, 2)[:, : end - first]
-            add(rows_RSW, place_S.expand(count, -1), place_S < blocks.starts_R[:, None])
-        add(own_RBW, position_RB, used_RB)
-        mixed = (mixed / mass.clamp_min(1e-30)[..., None]).unflatten(2, (heads // groups, size))
-        return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        """Attention of the blocks to contexts, and to their own rows -> float32 [R, B, H, X]. plane: a layer's."""
+        return attend_block(
+            (q_RBHX.float() * self.config.softmax_scale).contiguous(),
+            own_RBW.contiguous(),
+            blocks.starts_R,
+            blocks.counts_R,
+            blocks.tables_RP,
+            plane,
+            blocks.longest,
+            window,
+        )
 
     def _plane(self, plane: Tensor, layer: int) -> Tensor:
         """A layer's part of every row, [pages, 64, W]."""

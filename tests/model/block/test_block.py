@@ -16,13 +16,13 @@ from torch import Tensor
 
 from redline.errors import CheckpointError, ConfigError
 from redline.messages.job import PAGE_TOKENS
-from redline.model.block import serve
 from redline.model.block.config import BlockConfig
 from redline.model.block.module import BlockDrafter
 from redline.model.block.serve import BlockRows
 from redline.model.drafter import open_drafter
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.config import Yarn
+from redline.ops import block_attention
 from tests.tiny_model import tiny_model
 
 TARGET = tiny_model().config
@@ -288,7 +288,7 @@ def test_long_contexts_are_read_in_parts(config: BlockConfig, tmp_path: Path, mo
     tables = torch.tensor([[5, 0, 3], [2, 7, 7]], dtype=torch.int32)
     asked = BlockRows(torch.tensor([1, 2]), torch.tensor([150, 20]), torch.tensor([5, 5]), tables, 150)
     whole = served.served.states(asked, plane)
-    monkeypatch.setattr(serve, "TOGETHER", 2 * PAGE_TOKENS)
+    monkeypatch.setattr(block_attention, "TOGETHER", 2 * PAGE_TOKENS)
     torch.testing.assert_close(served.served.states(asked, plane), whole, rtol=2e-2, atol=2e-2)
 
 

@@ -108,6 +108,21 @@ struct MlaPrefillCall {
     int skip;  // 0 or 1, at most start
 };
 
+// Blocks of B positions, the first of each at `starts`, attend to all rows of their slot's pages before it and to the
+// first `counts` rows of the block itself. X is a multiple of 32.
+struct AttendBlockCall {
+    const float* q;         // [R, B, H, X], scaled
+    const float* own;       // [R, B, 2 G X]: keys, then values, of each key head
+    const int64_t* starts;  // [R]
+    const int64_t* counts;  // [R]
+    const int32_t* tables;  // [R, P]
+    const void* plane;      // rows of 2 G X values
+    int64_t stride;         // values from one row to the next; a page has 64 rows
+    float* y;               // [R, B, H, X]
+    int kv_type, R, B, H, G, X, P;
+    int window;  // a position sees itself and window - 1 positions before it, none after it; 0: all
+};
+
 struct BestCall {
     const float* x;   // [R, >= V]
     int64_t ldx;      // from one row of x to the next
@@ -175,6 +190,7 @@ void redline_moe(const MoeCall& call);
 void redline_mla_qkv(const MlaQkvCall& call);
 void redline_mla_decode(const MlaDecodeCall& call);
 void redline_mla_prefill(const MlaPrefillCall& call);
+void redline_attend_block(const AttendBlockCall& call);
 void redline_best(const BestCall& call);
 void redline_checksum(const ChecksumCall& call);
 void redline_side_by_side(const SideBySideCall& call);
