@@ -70,8 +70,8 @@ VISION = VisionConfig(
     text_hidden=NANO.hidden_size, token=MEDIA_PLACEHOLDER, projector_eps=1e-5,
 )  # fmt: skip
 RULES = ImageRules()
-SMALL = ((4, 4), (4, 4), (5, 4), (4, 5))  # sizes in tokens of 28 x 28 pixels: width and height
-LARGE = ((8, 8), (8, 8), (6, 6), (8, 6), (6, 8), (9, 7), (10, 7), (12, 8))
+SMALL = range(4, 6), range(4, 6)  # widths and heights in tokens of 28 x 28 pixels
+LARGE = range(5, 13), range(5, 10)  # all of them: a tower reads no grid that it has not been trained on
 FILLED = 0.3  # share of the drawings that fill their last tokens; of the others a part is padding, which is black
 SAYING = {"place": 2.0, "word": 0.5}  # how often a kind is drawn while words are learnt, where it is not 1
 SEEING = {"word": 3.0, "place": 2.0, "count": 1.5}  # and later
@@ -162,7 +162,8 @@ def batches(seed: int, size: int, kinds: Sequence[str], folder: Path, progress: 
     while True:
         often = SAYING if progress.value < WORDS else SEEING
         weights = [often.get(kind, 1.0) for kind in single]
-        across, down = rng.choice(LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL)
+        widths, heights = LARGE if rng.random() < 0.1 + 0.5 * progress.value else SMALL
+        across, down = rng.choice(widths), rng.choice(heights)
         two = "two" in kinds and (not single or rng.random() < 0.2)
         count = max(1, round(size * 64 / (across * down) / (1 + two)))
         chosen = ["two"] * count if two else rng.choices(single, weights, k=count)
