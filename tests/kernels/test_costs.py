@@ -27,7 +27,7 @@ OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *CUDA, transformer, dra
 # these tests do.
 TILED = {"project_a", "project_q", "project_out", "gates", "head", "head_8"}
 # Ops with references that read every key of a chunk, or empty parts, and use many torch ops in place of one kernel.
-WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb", "attend_blocks"}
+WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb", "attend_blocks", "block_attention"}
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

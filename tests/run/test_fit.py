@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from redline.deploy.config import size
 from redline.errors import ConfigError
-from redline.model.block.serve import TOGETHER
 from redline.model.draft_shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import tiny_config
+from redline.ops.block_attention import TOGETHER
 from redline.run.fit import ROOM, Layout, MemorySizes, fit, in_steps
 from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool

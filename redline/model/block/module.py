@@ -111,11 +111,12 @@ class BlockDrafter(DraftVocabulary):
         squares = sum(float(rows.float().square().sum(dtype=torch.float64)) for rows in self._embedding_VD.split(8192))
         return math.sqrt(squares / self._embedding_VD.numel() / (2 * len(self.layers)))
 
-    def matrices(self) -> list[tuple[nn.Parameter, float]]:
+    def matrices(self) -> list[tuple[Tensor, float]]:
         """The matrices of fc and of the layers, each with its scale: `residual_scale`, or 1."""
         scale = self.residual_scale
-        found = [(self.fc.weight, 1.0)]
+        found: list[tuple[Tensor, float]] = [(self.fc.weight, 1.0)]
         for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
             writes = layer.self_attn.o_proj, layer.mlp.down_proj
             for module in layer.modules():
                 if isinstance(module, nn.Linear):
